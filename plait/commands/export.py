@@ -28,7 +28,7 @@ from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError, disk_advice
 from plait.interop.adapter_out import write_adapter
 from plait.interop.base_model import read_config
-from plait.interop.config_in import family_of, shape_of_config
+from plait.interop.config_in import family_of, is_around_text, shape_of_config
 from plait.interop.config_out import config_of_shape
 from plait.interop.families import MODEL_FAMILIES
 from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
@@ -127,6 +127,11 @@ def _write_adapter(staging: Path, source: ExportedRun, corpus: Corpus, dtype: st
     """The adapter alone, with what a chat needs beside it; returns what it is."""
     base = source.base
     assert base is not None and source.plan.job.shape.adapter is not None
+    if is_around_text(base.config):
+        raise PlaitError(
+            f"{base.folder} is a model of text and pictures, in which PEFT looks for adapters under other names; "
+            "export the model with --merged"
+        )
     named = source.folder.saved_config().model.from_ or str(base.folder)
     write_adapter(
         staging,

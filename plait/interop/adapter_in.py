@@ -125,7 +125,8 @@ def _targets(folder: Path, modules: list[PeftModule], shape: ModelShape) -> tupl
 def _check_pair(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor]) -> None:
     """Raise PlaitError where a module's tensors are not the A and the B of an adapter."""
     a, b = pair
-    if a.ndim != 2 or b.ndim != 2 or not a.numel() or a.shape[0] != b.shape[1] or b.shape[0] % module.parts:
+    torn = b.shape[0] % module.parts and b.shape[0] != sum(module.outputs)
+    if a.ndim != 2 or b.ndim != 2 or not a.numel() or a.shape[0] != b.shape[1] or torn:
         raise PlaitError(
             f"{module.name} in {folder / ADAPTER_WEIGHTS} has the shapes {list(a.shape)} and {list(b.shape)}, which "
             "cannot be an adapter's: was it saved from one of several ranks?"
@@ -149,10 +150,10 @@ def _filled_blocks(module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -
     a, b = pair
     if a.shape[0] % rank:
         return None
-    outputs, blocks = b.shape[0] // module.parts, [slice(at, at + rank) for at in range(0, a.shape[0], rank)]
+    blocks = [slice(at, at + rank) for at in range(0, a.shape[0], rank)]
     found: dict[int, slice] = {}
     for part in module.targets:
-        rows = b[part * outputs : (part + 1) * outputs]
+        rows = b[module.outputs_of(part, b.shape[0])]
         filled = int(rows.count_nonzero())
         columns = next((one for one in blocks if int(rows[:, one].count_nonzero()) == filled), None)
         if columns is None:
@@ -164,7 +165,7 @@ def _filled_blocks(module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -
 def _own_weights(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> dict[str, Tensor]:
     """A and B of each linear layer of ours in one of PEFT's modules."""
     a, b = pair
-    outputs, weights = b.shape[0] // module.parts, dict[str, Tensor]()
+    weights = dict[str, Tensor]()
     every = dict.fromkeys(module.targets, slice(None))
     columns = every if a.shape[0] == rank else _filled_blocks(module, pair, rank)
     if columns is None:
@@ -173,7 +174,7 @@ def _own_weights(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor], 
             "compute"
         )
     for part, target in module.targets.items():
-        rows = b[part * outputs : (part + 1) * outputs]
+        rows = b[module.outputs_of(part, b.shape[0])]
         own = a[columns[part]], rows[:, columns[part]]
         name = f"layers.{module.layer}.{target}"
         weights |= {f"{name}.{ADAPTER_A}": own[0].contiguous(), f"{name}.{ADAPTER_B}": own[1].contiguous()}

@@ -48,8 +48,8 @@ def _module_weights(module: PeftModule, read: ReadAdapter) -> tuple[Tensor, Tens
     ]
     if module.parts == 1:
         return pairs[0][0], pairs[0][1]
-    rank, outputs = pairs[0][0].shape[0], pairs[0][1].shape[0]
-    b = torch.zeros(module.parts * outputs, len(owned) * rank, dtype=pairs[0][1].dtype)
+    rank, outputs = pairs[0][0].shape[0], sum(module.outputs)
+    b = torch.zeros(outputs, len(owned) * rank, dtype=pairs[0][1].dtype)
     for place, (part, (_, own)) in enumerate(zip(owned, pairs, strict=True)):
-        b[part * outputs : (part + 1) * outputs, place * rank : (place + 1) * rank] = own
+        b[module.outputs_of(part, outputs), place * rank : (place + 1) * rank] = own
     return torch.cat([a for a, _ in pairs]), b

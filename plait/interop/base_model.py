@@ -11,9 +11,10 @@ from typing import Any
 
 from plait.checked_json import parse_json
 from plait.errors import PlaitError
-from plait.interop.config_in import family_of, shape_of_config
-from plait.interop.families import MODEL_FAMILIES, Family, StoredName, fused_name, stored_name
+from plait.interop.config_in import family_of, is_around_text, shape_of_config
+from plait.interop.families import MODEL_FAMILIES, Family
 from plait.interop.links import inside
+from plait.interop.stored_names import StoredName, fused_name, outputs_in, stored_name
 from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors, same_numbers
 from plait.model.shape import ModelShape
 from plait.model.weights import stored_sizes
@@ -29,6 +30,8 @@ class WeightPlace:
 
     stored: StoredTensor
     name: StoredName
+    first: int = 0
+    """The first of its outputs in the tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,9 @@ def read_base_model(folder: Path) -> BaseModel:
     """Look at a folder; raises PlaitError that names the first file, key or weight that does not fit."""
     config = read_config(folder)
     family, shape = family_of(config), shape_of_config(config)
-    tensors, ahead = _without_modules_ahead(list_tensors(folder), MODEL_FAMILIES[family], shape)
+    found = list_tensors(folder)
+    found = _of_text(found) if is_around_text(config) else found
+    tensors, ahead = _without_modules_ahead(found, MODEL_FAMILIES[family], shape)
     return BaseModel(
         folder=folder,
         family=family,
@@ -94,6 +99,21 @@ def read_base_model(folder: Path) -> BaseModel:
         places=_places(folder, MODEL_FAMILIES[family], shape, tensors),
         left_out=ahead,
     )
+
+
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
+"""How the names of a model of text begin within one of text and pictures, older and newer, and how by itself."""
+
+
+def _of_text(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of the model of text within one of text and pictures, by their names in the former."""
+    found: dict[str, StoredTensor] = {}
+    for name, one in tensors.items():
+        for prefix, own in _TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                by_itself = own + name.removeprefix(prefix)
+                found[by_itself] = replace(one, name=by_itself)
+    return found
 
 
 def _without_modules_ahead(
@@ -119,8 +139,11 @@ def _places(
     tensors = {name: _as_matrix(one) for name, one in tensors.items()} if fused else tensors
     places: dict[str, WeightPlace] = {}
     head = family.names["head.weight"].name
-    for name, sizes in stored_sizes(shape).items():
-        stored = fused_name(family, name, shape.size_of("experts")) if fused else stored_name(family, name)
+    table = {**family.names, **family.fused} if fused else family.names
+    all_sizes = stored_sizes(shape)
+    for name, sizes in all_sizes.items():
+        stored = fused_name(table, name, shape.size_of("experts")) if fused else stored_name(table, name)
+        first, outputs = outputs_in(stored, name, all_sizes)
         own = stored.name if prefix else stored.name.removeprefix(family.prefix)
         if name == "embed.tokens.weight" and shape.tied and own not in tensors and head in tensors:
             own = head  # one table under the head's name alone
@@ -128,8 +151,8 @@ def _places(
             raise PlaitError(
                 f"{folder} lacks the weight {own}; bring all files of the model, and the config.json of it"
             )
-        places[name] = WeightPlace(stored=tensors[own], name=stored)
-        if tensors[own].shape != (wanted := stored_shape(stored, sizes)):
+        places[name] = WeightPlace(stored=tensors[own], name=stored, first=first)
+        if tensors[own].shape != (wanted := stored_shape(stored, outputs, sizes)):
             raise PlaitError(
                 f"{own} in {folder} has the shape {list(tensors[own].shape)}, and config.json asks for {list(wanted)}; "
                 "bring the config.json of these weights"
@@ -163,8 +186,7 @@ def _as_matrix(one: StoredTensor) -> StoredTensor:
     return replace(one, shape=(first * last[0], last[1])) if len(last) == 2 else one
 
 
-def stored_shape(stored: StoredName, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the tensor in which one of our weights, of these sizes, lies."""
-    outputs, *inputs = sizes
-    whole = (outputs * stored.parts, *inputs)
+def stored_shape(stored: StoredName, outputs: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the tensor with this many outputs in which one of our weights, of these sizes, lies."""
+    whole = (outputs, *sizes[1:])
     return whole if stored.order == "out in" else whole[::-1]

@@ -9,23 +9,49 @@ from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.interop.configs.latent_values import LATENT_FAMILY, deepseek_mixture, latent_of_config
-from plait.interop.configs.mixture_values import MIXTURE_FAMILIES, mixture_of_config
-from plait.interop.configs.rope_values import rope_of_config
-from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of, require
-from plait.interop.families import MODEL_FAMILIES
-from plait.model.parts.mixture import MixtureShape
-from plait.model.shape import Bias, ModelShape
+from plait.interop.configs.values import ConfigValues, require
+from plait.interop.families import MODEL_FAMILIES, Family
+from plait.model.shape import ModelShape
 
-_MOST_LAYERS = 10_000
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+AROUND_TEXT = ("gemma3", "mistral3")
+"""Values of `model_type` of models that read pictures, too, around one of the families' models of text."""
 
 
-def family_of(values: ConfigValues) -> str:
-    """The `model_type` of a config.json; raises PlaitError, naming the nearest, for one that plait does not read."""
+def is_around_text(config: ConfigValues) -> bool:
+    """Whether a config.json is of a model of text and pictures, of which plait reads the model of text."""
+    return config.get("model_type") in AROUND_TEXT
+
+
+def text_of_config(config: ConfigValues) -> ConfigValues:
+    """The config of the model of text: the whole, or what lies in it."""
+    if not is_around_text(config):
+        return config
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise PlaitError("text_config in config.json is not a table of keys and values; take the one of these weights")
+    values = dict(inner)
+    for key in ("tie_word_embeddings", "quantization_config"):
+        said = [one[key] for one in (config, inner) if one.get(key) is not None]
+        if len(said) == 2 and said[0] != said[1]:
+            raise PlaitError(f"{key} in config.json is another in its text_config; remove the wrong one")
+        if said:
+            values[key] = said[0]
+    return values
+
+
+def family_of(config: ConfigValues) -> str:
+    """The `model_type` of a config.json, or of the model of text in it; raises PlaitError, naming the nearest, for one
+    that plait does not read."""
+    values = text_of_config(config)
     kind = values.get("model_type")
     if isinstance(kind, str) and kind in MODEL_FAMILIES:
         return kind
+    inner = values.get("text_config")
+    if isinstance(inner, Mapping) and inner.get("model_type") in MODEL_FAMILIES:
+        raise PlaitError(
+            f"model_type {kind!r:.40} in config.json is a model of text and more, around a {inner['model_type']}; "
+            "plait reads that alone: take the model of its text"
+        )
     near = _nearest_family(values)
     nearest = f"the nearest in architecture is {near}" if near else "choose a model of one of these families"
     raise PlaitError(
@@ -44,7 +70,7 @@ def _nearest_family(values: ConfigValues) -> str:
     if "is_encoder_decoder" in keys or not decodes or not heads:
         return ""
     if "kv_lora_rank" in keys:
-        return LATENT_FAMILY
+        return "deepseek_v3"
     if keys & {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}:
         return "mixtral" if "num_local_experts" in keys and "moe_intermediate_size" not in keys else "qwen3_moe"
     if "rms_norm_eps" not in keys:  # a LayerNorm
@@ -56,13 +82,46 @@ def _nearest_family(values: ConfigValues) -> str:
 
 def shape_of_config(config: ConfigValues) -> ModelShape:
     """The shape that a config.json describes, with its longest sequence; raises PlaitError for what plait lacks."""
-    family = family_of(config)
-    values = {**MODEL_FAMILIES[family].defaults, **_without_aliases(config, MODEL_FAMILIES[family].aliases)}
+    config = text_of_config(config)
+    family = MODEL_FAMILIES[family_of(config)]
+    values = {**family.defaults, **_without_aliases(config, family.aliases)}
     require(values, "is_causal", (True,))
     require(values, "per_layer_config", (None, {}))
     if values.get("quantization_config") is not None:
         raise PlaitError("config.json is of quantized weights, which plait does not read; take the model in bf16")
-    return _gpt2_shape(values) if family == "gpt2" else _llama_shape(family, values)
+    _refuse_unread(config, family)
+    fields: dict[str, Any] = {}
+    for part in family.parts:
+        fields |= part.read(values)
+    return ModelShape(**fields)
+
+
+_NONE, _ONE, _OFF = (None,), (None, 1.0), (None, False)
+ARITHMETIC_KEYS: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping"), _NONE),
+    **dict.fromkeys(("final_logit_softcapping", "rope_local_base_freq", "clip_qkv", "no_rope_layers"), _NONE),
+    **dict.fromkeys(("attention_chunk_size", "swiglu_limit", "swiglu_alpha", "attn_scale"), _NONE),
+    **dict.fromkeys(
+        ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "rotary_pct"), _ONE
+    ),
+    **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm", "use_parallel_residual", "parallel_attn"), _OFF),
+    **dict.fromkeys(("alibi", "use_bidirectional_attention", "attn_temperature_tuning", "attention_out_bias"), _OFF),
+    **dict.fromkeys(("num_kv_shared_layers", "hidden_size_per_layer_input", "full_attention_interval"), (None, 0)),
+}
+"""Keys that change the arithmetic of the families that have them, each with the values that change nothing. A family
+that does not read one refuses all others: its weights were trained with what nobody would compute."""
+
+
+def _refuse_unread(config: ConfigValues, family: Family) -> None:
+    """Raise PlaitError for a key that changes arithmetic, and not in this family."""
+    read = {key for part in family.parts for key in part.keys}
+    for key in sorted(ARITHMETIC_KEYS.keys() & config.keys() - read):
+        value = config[key]
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in ARITHMETIC_KEYS[key]):
+            raise PlaitError(
+                f"{key} in config.json is {value!r:.40}, and models of the family {config['model_type']} have no such "
+                "part; bring the config.json of these weights, or remove the key"
+            )
 
 
 def _without_aliases(config: ConfigValues, aliases: Mapping[str, str]) -> dict[str, Any]:
@@ -78,125 +137,3 @@ def _without_aliases(config: ConfigValues, aliases: Mapping[str, str]) -> dict[s
         if alias in values:
             values[key] = values.pop(alias)
     return values
-
-
-def _gpt2_shape(values: ConfigValues) -> ModelShape:
-    width, heads = count_of(values, "n_embd"), count_of(values, "n_head")
-    require(values, "activation_function", _TANH_GELU)
-    require(values, "scale_attn_weights", (True,))
-    require(values, "add_cross_attention", (False,))
-    positions = count_of(values, "n_positions")
-    return ModelShape(
-        layers=_layers(values, "n_layer"),
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_width=_divided(width, heads),
-        ffn=4 * width if values.get("n_inner") is None else count_of(values, "n_inner"),
-        vocabulary=count_of(values, "vocab_size"),
-        sequence=positions,
-        learned_positions=positions,
-        norm="layernorm",
-        norm_eps=number_of(values, "layer_norm_epsilon"),
-        activation="gelu",
-        positions="learned",
-        bias="all",
-        tied=flag_of(values, "tie_word_embeddings", default=True),
-        attention_scale="head and layer" if flag_of(values, "scale_attn_by_inverse_layer_idx") else "head",
-    )
-
-
-def _llama_shape(family: str, values: ConfigValues) -> ModelShape:
-    width, heads = count_of(values, "hidden_size"), count_of(values, "num_attention_heads")
-    require(values, "hidden_act", ("silu", "swish"))
-    layers = _layers(values, "num_hidden_layers")
-    theta, scaling, rope = rope_of_config(values, MODEL_FAMILIES[family].default_theta)
-    latent = latent_of_config(values, rope if scaling else {}) if family == LATENT_FAMILY else None
-    return ModelShape(
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=heads if values.get("num_key_value_heads") is None else count_of(values, "num_key_value_heads"),
-        head_width=_head_width(family, values, width, heads),
-        ffn=count_of(values, "intermediate_size"),
-        vocabulary=count_of(values, "vocab_size"),
-        sequence=count_of(values, "max_position_embeddings"),
-        norm_eps=number_of(values, "rms_norm_eps"),
-        rope_theta=theta,
-        rope=scaling,
-        bias=_bias(family, values),
-        qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
-        qk_norm_width="all heads" if family == "olmoe" else "head",
-        mixture=_mixture(family, values, layers),
-        latent=latent,
-        tied=flag_of(values, "tie_word_embeddings"),
-        windows=_windows(family, values, layers),
-    )
-
-
-def _head_width(family: str, values: ConfigValues, width: int, heads: int) -> int:
-    """Width of a head; for latent attention, of its part without positions."""
-    if family == LATENT_FAMILY:
-        return count_of(values, "qk_nope_head_dim")
-    return _divided(width, heads) if values.get("head_dim") is None else count_of(values, "head_dim")
-
-
-def _mixture(family: str, values: ConfigValues, layers: int) -> MixtureShape | None:
-    if family == LATENT_FAMILY:
-        return deepseek_mixture(values, layers)
-    return mixture_of_config(family, values, layers) if family in MIXTURE_FAMILIES else None
-
-
-def _bias(family: str, values: ConfigValues) -> Bias:
-    if family == "qwen2":
-        return "qkv"
-    attention = family not in ("mistral", "mixtral", LATENT_FAMILY) and flag_of(values, "attention_bias")
-    feedforward = family == "llama" and flag_of(values, "mlp_bias")
-    if attention and feedforward:
-        return "all"
-    return "attention" if attention else "feedforward" if feedforward else "none"
-
-
-def _windows(family: str, values: ConfigValues, layers: int) -> tuple[int, ...]:
-    """The window of each layer; empty where no layer has one."""
-    if family in ("llama", "olmoe", LATENT_FAMILY):
-        return ()
-    kinds = values.get("layer_types")
-    is_off = family in ("qwen2", "qwen3", "qwen3_moe") and not flag_of(values, "use_sliding_window")
-    if is_off or values.get("sliding_window") is None:
-        if family in ("qwen2", "qwen3") and isinstance(kinds, list) and "sliding_attention" in kinds:
-            raise PlaitError(
-                "layer_types in config.json names sliding_attention, and use_sliding_window or sliding_window turns it "
-                "off; make them agree"
-            )
-        return ()
-    window = count_of(values, "sliding_window")
-    # A mistral with layer_types is what transformers calls a ministral.
-    if family in ("mixtral", "qwen3_moe") or (family == "mistral" and kinds is None):
-        return (window,) * layers
-    if kinds is None:
-        first = values["max_window_layers"]
-        if type(first) is not int:
-            raise PlaitError(f"max_window_layers in config.json is {first!r:.40}; it should be a whole number")
-        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
-    known = {"sliding_attention": window, "full_attention": 0}
-    if not isinstance(kinds, list) or len(kinds) != layers or any(str(kind) not in known for kind in kinds):
-        raise PlaitError(
-            f"layer_types in config.json is not a list of {layers} times full_attention or "
-            "sliding_attention; correct it"
-        )
-    windows = tuple(known[str(kind)] for kind in kinds)
-    return windows if any(windows) else ()
-
-
-def _layers(values: ConfigValues, key: str) -> int:
-    """Bounded, so that a bad config cannot exhaust memory."""
-    if (layers := count_of(values, key)) > _MOST_LAYERS:
-        raise PlaitError(f"{key} in config.json is {layers}, more than any model has; take the one of these weights")
-    return layers
-
-
-def _divided(width: int, heads: int) -> int:
-    if width % heads:
-        raise PlaitError(f"config.json has {heads} heads, which do not divide its width {width}; give head_dim")
-    return width // heads

@@ -1,26 +1,58 @@
-"""Families of models whose files plait reads and writes, as data: names of weights, and what a config leaves out."""
+"""Families of models whose files plait reads and writes, as data: a row for each value of `model_type`.
+
+docs/guide-family.md says how to add one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-from plait.model.names import BALANCE, expert_of, layer_of, pattern_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredName:
-    """Where a weight lies in a family's files: the whole tensor `name` (`*` stands for the layer's number), or its part
-    number `part` of `parts` equal ones along the dim of outputs."""
-
-    name: str
-    order: Literal["out in", "in out"] = "out in"
-    """Order of the tensor's dims; ours is [out, in]."""
-    part: int = 0
-    parts: int = 1
-    dtype: Literal["", "F32"] = ""
-    """In what it is written whatever the others are written in; "": as they are."""
+from plait.interop.configs.latent_values import LATENT_AND_EXPERTS, LATENT_KINDS
+from plait.interop.configs.mixture_values import experts
+from plait.interop.configs.parts import (
+    GPT2_PARTS,
+    HEAD_WIDTH,
+    REST,
+    ROOT_OF_WIDTH,
+    SILU,
+    SIZES,
+    ConfigPart,
+    activation,
+    biases,
+    fixed,
+    number,
+    only,
+    query_scalar,
+    score_multiplier,
+    unrotated_layers,
+)
+from plait.interop.configs.rope_values import RopeRules, rotary, rotary_by_kind
+from plait.interop.configs.window_values import (
+    NO_WINDOWS,
+    window_by_kind,
+    window_by_period,
+    window_if_used,
+    window_of_all,
+    window_of_some_or_all,
+    window_where_not_rotated,
+)
+from plait.interop.stored_names import (
+    DEEPSEEK_NAMES,
+    FUSED_EXPERTS,
+    GEMMA3_NAMES,
+    GLM4_NAMES,
+    GLM_NAMES,
+    GPT2_NAMES,
+    LLAMA_NAMES,
+    MIXTRAL_NAMES,
+    OLMO2_NAMES,
+    OLMOE_NAMES,
+    PHI3_NAMES,
+    QWEN_MOE_NAMES,
+    StoredName,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,128 +77,22 @@ class Family:
     """Values of keys that config.json leaves out."""
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     """Other names of keys, as transformers' class has them in its attribute_map."""
-    default_theta: float = 10_000.0
-    """rope_theta where config.json has none."""
+    parts: tuple[ConfigPart, ...]
+    """What its config.json says: which fields of a ModelShape each key sets, and what all its models have."""
 
 
-def _same(name: str) -> dict[str, StoredName]:
-    return {kind: StoredName(name=f"{name}.{kind}") for kind in ("weight", "bias")}
-
-
-def _conv(name: str, part: int = 0, parts: int = 1) -> dict[str, StoredName]:
-    """GPT-2's Conv1D, which stores a matrix as [in, out]."""
-    return {
-        "weight": StoredName(name=f"{name}.weight", order="in out", part=part, parts=parts),
-        "bias": StoredName(name=f"{name}.bias", part=part, parts=parts),
-    }
-
-
-def _table(rows: Mapping[str, Mapping[str, StoredName]]) -> dict[str, StoredName]:
-    return {f"{ours}.{kind}": stored for ours, kinds in rows.items() for kind, stored in kinds.items()}
-
-
-_LAYER, _BLOCK = "model.layers.*", "transformer.h.*"
-LLAMA_NAMES = _table(
-    {
-        "embed.tokens": _same("model.embed_tokens"),
-        "norm": _same("model.norm"),
-        "head": _same("lm_head"),
-        "layers.*.attention_norm": _same(f"{_LAYER}.input_layernorm"),
-        "layers.*.attention.q": _same(f"{_LAYER}.self_attn.q_proj"),
-        "layers.*.attention.k": _same(f"{_LAYER}.self_attn.k_proj"),
-        "layers.*.attention.v": _same(f"{_LAYER}.self_attn.v_proj"),
-        "layers.*.attention.q_norm": _same(f"{_LAYER}.self_attn.q_norm"),
-        "layers.*.attention.k_norm": _same(f"{_LAYER}.self_attn.k_norm"),
-        "layers.*.attention.o": _same(f"{_LAYER}.self_attn.o_proj"),
-        "layers.*.feedforward_norm": _same(f"{_LAYER}.post_attention_layernorm"),
-        "layers.*.feedforward.gate": _same(f"{_LAYER}.mlp.gate_proj"),
-        "layers.*.feedforward.up": _same(f"{_LAYER}.mlp.up_proj"),
-        "layers.*.feedforward.down": _same(f"{_LAYER}.mlp.down_proj"),
-    }
-)
-_EXPERT_ROW = "layers.*.feedforward.experts.*"
-
-
-def _attention_of(names: Mapping[str, StoredName]) -> dict[str, StoredName]:
-    return {ours: stored for ours, stored in names.items() if ".feedforward." not in ours}
-
-
-def _expert_names(router: str, experts: str, gate: str, up: str, down: str) -> dict[str, StoredName]:
-    return _table(
-        {
-            "layers.*.feedforward.router": _same(f"{_LAYER}.{router}"),
-            f"{_EXPERT_ROW}.gate": _same(f"{_LAYER}.{experts}.*.{gate}"),
-            f"{_EXPERT_ROW}.up": _same(f"{_LAYER}.{experts}.*.{up}"),
-            f"{_EXPERT_ROW}.down": _same(f"{_LAYER}.{experts}.*.{down}"),
-        }
-    )
-
-
-FUSED_EXPERTS = {
-    "layers.*.feedforward.router.weight": StoredName(name=f"{_LAYER}.mlp.gate.weight"),
-    f"{_EXPERT_ROW}.gate.weight": StoredName(name=f"{_LAYER}.mlp.experts.gate_up_proj", part=0, parts=2),
-    f"{_EXPERT_ROW}.up.weight": StoredName(name=f"{_LAYER}.mlp.experts.gate_up_proj", part=1, parts=2),
-    f"{_EXPERT_ROW}.down.weight": StoredName(name=f"{_LAYER}.mlp.experts.down_proj"),
-}
-"""Names of experts' weights as transformers 5 holds them in memory."""
-QWEN_MOE_NAMES = {
-    **LLAMA_NAMES,
-    **_expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
-}
-OLMOE_NAMES = {
-    **_attention_of(QWEN_MOE_NAMES),
-    **_expert_names("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
-    "layers.*.attention.queries_norm.weight": StoredName(name=f"{_LAYER}.self_attn.q_norm.weight"),
-    "layers.*.attention.keys_norm.weight": StoredName(name=f"{_LAYER}.self_attn.k_norm.weight"),
-}
-MIXTRAL_NAMES = {
-    **_attention_of(LLAMA_NAMES),
-    **_expert_names("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
-}
-_LATENTS = {
-    "query": "q_proj",
-    "query_down": "q_a_proj",
-    "query_norm": "q_a_layernorm",
-    "query_up": "q_b_proj",
-    "key_value_down": "kv_a_proj_with_mqa",
-    "key_value_norm": "kv_a_layernorm",
-    "key_value_up": "kv_b_proj",
-}
-_SHARED = {one: f"mlp.shared_experts.{one}_proj" for one in ("gate", "up", "down")}
-DEEPSEEK_NAMES = {
-    **QWEN_MOE_NAMES,
-    **_table({f"layers.*.attention.{own}": _same(f"{_LAYER}.self_attn.{name}") for own, name in _LATENTS.items()}),
-    **_table({f"layers.*.feedforward.shared.{own}": _same(f"{_LAYER}.{name}") for own, name in _SHARED.items()}),
-    f"layers.*.{BALANCE}": StoredName(name=f"{_LAYER}.mlp.gate.e_score_correction_bias", dtype="F32"),
-}
-GPT2_NAMES = _table(
-    {
-        "embed.tokens": _same("transformer.wte"),
-        "embed.positions": _same("transformer.wpe"),
-        "norm": _same("transformer.ln_f"),
-        "head": _same("lm_head"),
-        "layers.*.attention_norm": _same(f"{_BLOCK}.ln_1"),
-        "layers.*.attention.q": _conv(f"{_BLOCK}.attn.c_attn", 0, 3),
-        "layers.*.attention.k": _conv(f"{_BLOCK}.attn.c_attn", 1, 3),
-        "layers.*.attention.v": _conv(f"{_BLOCK}.attn.c_attn", 2, 3),
-        "layers.*.attention.o": _conv(f"{_BLOCK}.attn.c_proj"),
-        "layers.*.feedforward_norm": _same(f"{_BLOCK}.ln_2"),
-        "layers.*.feedforward.up": _conv(f"{_BLOCK}.mlp.c_fc"),
-        "layers.*.feedforward.down": _conv(f"{_BLOCK}.mlp.c_proj"),
-    }
-)
-
-
-def _like_llama(
+def _family(
     architecture: str,
     names: Mapping[str, StoredName],
+    *own: ConfigPart,
+    head: ConfigPart = HEAD_WIDTH,
+    activation: ConfigPart = SILU,
     fused: Mapping[str, StoredName] | None = None,
-    *,
     ahead: str = "",
     aliases: Mapping[str, str] | None = None,
-    default_theta: float = 10_000.0,
     **defaults: Any,
 ) -> Family:
+    """A decoder that says its sizes as Llama does, with parts and defaults of its own."""
     return Family(
         architecture=architecture,
         prefix="model.",
@@ -176,11 +102,11 @@ def _like_llama(
         ahead=ahead,
         defaults=defaults,
         aliases=aliases or {},
-        default_theta=default_theta,
+        parts=(*SIZES, head, activation, *REST, *own),
     )
 
 
-_QWEN_DEFAULTS: dict[str, Any] = {
+_QWEN: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "use_sliding_window": False,
@@ -189,11 +115,19 @@ _QWEN_DEFAULTS: dict[str, Any] = {
 }
 _EXPERTS = {"num_local_experts": "num_experts"}
 _EIGHT: dict[str, Any] = {"num_experts_per_tok": 8, "norm_topk_prob": False}
-_DEEPSEEK_DEFAULTS: dict[str, Any] = {
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "first_k_dense_replace": 3, "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "q_lora_rank": 1536,
-}  # fmt: skip
+_GEMMA: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256}
+_GLM: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "attention_bias": True,
+}
+_GEMMA_NORMS = fixed(norm_weight="one plus")
+_HEAD_NORMS, _WIDE_NORMS = fixed(qk_norm=True), fixed(qk_norm=True, qk_norm_width="all heads")
+_BIASED = biases(attention="attention_bias")
+_NO_BIASES = fixed(bias="none")
+_LAYERS = "model.layers.*"
 MODEL_FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
@@ -212,46 +146,89 @@ MODEL_FAMILIES: dict[str, Family] = {
             "num_attention_heads": "n_head",
             "num_hidden_layers": "n_layer",
         },
+        parts=GPT2_PARTS,
     ),
-    "llama": _like_llama("LlamaForCausalLM", LLAMA_NAMES, max_position_embeddings=2048, rms_norm_eps=1e-6),
-    "mistral": _like_llama(
+    "llama": _family(
+        "LlamaForCausalLM",
+        LLAMA_NAMES,
+        biases(attention="attention_bias", feedforward="mlp_bias"),
+        NO_WINDOWS,
+        rotary(RopeRules()),
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+    ),
+    "mistral": _family(
         "MistralForCausalLM",
         LLAMA_NAMES,
+        _NO_BIASES,
+        window_of_some_or_all(),
+        rotary(RopeRules()),
         max_position_embeddings=131072,
         rms_norm_eps=1e-6,
         sliding_window=4096,
         num_key_value_heads=8,
     ),
-    "qwen2": _like_llama("Qwen2ForCausalLM", LLAMA_NAMES, **_QWEN_DEFAULTS, num_key_value_heads=32),
-    "qwen3": _like_llama("Qwen3ForCausalLM", LLAMA_NAMES, **_QWEN_DEFAULTS, num_key_value_heads=32, head_dim=128),
-    "mixtral": _like_llama(
+    "qwen2": _family(
+        "Qwen2ForCausalLM",
+        LLAMA_NAMES,
+        fixed(bias="qkv"),
+        window_if_used(),
+        rotary(RopeRules()),
+        **_QWEN,
+        num_key_value_heads=32,
+    ),
+    "qwen3": _family(
+        "Qwen3ForCausalLM",
+        LLAMA_NAMES,
+        _HEAD_NORMS,
+        _BIASED,
+        window_if_used(),
+        rotary(RopeRules()),
+        **_QWEN,
+        num_key_value_heads=32,
+        head_dim=128,
+    ),
+    "mixtral": _family(
         "MixtralForCausalLM",
         MIXTRAL_NAMES,
-        FUSED_EXPERTS,
+        experts("num_local_experts", width="intermediate_size"),
+        _NO_BIASES,
+        window_of_all(),
+        rotary(RopeRules(theta=1e6)),
+        fused=FUSED_EXPERTS,
         max_position_embeddings=131072,
         rms_norm_eps=1e-5,
-        default_theta=1e6,
         aliases={"num_experts": "num_local_experts"},
         num_local_experts=8,
         num_key_value_heads=8,
         num_experts_per_tok=2,
     ),
-    "olmoe": _like_llama(
+    "olmoe": _family(
         "OlmoeForCausalLM",
         OLMOE_NAMES,
-        FUSED_EXPERTS,
+        _WIDE_NORMS,
+        experts("num_experts", width="intermediate_size", normalizes="norm_topk_prob"),
+        _BIASED,
+        NO_WINDOWS,
+        rotary(RopeRules()),
+        fused=FUSED_EXPERTS,
         aliases=_EXPERTS,
         **_EIGHT,
         num_experts=64,
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,
     ),
-    "qwen3_moe": _like_llama(
+    "qwen3_moe": _family(
         "Qwen3MoeForCausalLM",
         QWEN_MOE_NAMES,
-        FUSED_EXPERTS,
+        _HEAD_NORMS,
+        experts("num_experts", width="moe_intermediate_size", normalizes="norm_topk_prob", sparse="listed"),
+        _BIASED,
+        window_if_used(of_all=True),
+        rotary(RopeRules()),
+        fused=FUSED_EXPERTS,
         aliases=_EXPERTS,
-        **_QWEN_DEFAULTS,
+        **_QWEN,
         **_EIGHT,
         num_experts=128,
         num_key_value_heads=4,
@@ -259,35 +236,164 @@ MODEL_FAMILIES: dict[str, Family] = {
         decoder_sparse_step=1,
         mlp_only_layers=None,
     ),
-    "deepseek_v3": _like_llama(
+    "deepseek_v3": _family(
         "DeepseekV3ForCausalLM",
         DEEPSEEK_NAMES,
-        FUSED_EXPERTS,
-        ahead=_LAYER,
+        _NO_BIASES,
+        NO_WINDOWS,
+        rotary(RopeRules(kinds=LATENT_KINDS)),
+        LATENT_AND_EXPERTS,
+        head=fixed(),
+        fused=FUSED_EXPERTS,
+        ahead=_LAYERS,
         aliases={"num_local_experts": "n_routed_experts"},
-        **_DEEPSEEK_DEFAULTS,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        first_k_dense_replace=3,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        q_lora_rank=1536,
+    ),
+    "gemma3_text": _family(
+        "Gemma3ForCausalLM",
+        GEMMA3_NAMES,
+        _GEMMA_NORMS,
+        _HEAD_NORMS,
+        fixed(norm_places="both"),
+        ROOT_OF_WIDTH,
+        query_scalar(),
+        _BIASED,
+        window_by_period(),
+        rotary_by_kind(theta=1e6, window_theta=1e4, window_key="rope_local_base_freq"),
+        only("attn_logit_softcapping", None),
+        only("final_logit_softcapping", None),
+        only("use_bidirectional_attention", False, None),
+        activation=activation("hidden_activation", "geglu", "gelu_pytorch_tanh"),
+        **_GEMMA,
+        max_position_embeddings=131072,
+        vocab_size=262_208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        query_pre_attn_scalar=256,
+        sliding_window=4096,
+        sliding_window_pattern=6,
+        hidden_activation="gelu_pytorch_tanh",
+    ),
+    "olmo2": _family(
+        "Olmo2ForCausalLM",
+        OLMO2_NAMES,
+        _WIDE_NORMS,
+        fixed(norm_places="after"),
+        _BIASED,
+        NO_WINDOWS,
+        rotary(RopeRules()),
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+    ),
+    "olmo3": _family(
+        "Olmo3ForCausalLM",
+        OLMO2_NAMES,
+        _WIDE_NORMS,
+        fixed(norm_places="after"),
+        _BIASED,
+        window_by_kind(lambda layer: (layer + 1) % 4 != 0),
+        rotary_by_kind(theta=500_000.0, window_theta=500_000.0),
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+        sliding_window=4096,
+    ),
+    "phi3": _family(
+        "Phi3ForCausalLM",
+        PHI3_NAMES,
+        _NO_BIASES,
+        window_of_all(),
+        rotary(RopeRules(kinds=("default", "longrope"), renamed={"su": "longrope", "yarn": "longrope"}, share=1.0)),
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+    ),
+    "smollm3": _family(
+        "SmolLM3ForCausalLM",
+        LLAMA_NAMES,
+        biases(attention="attention_bias", feedforward="mlp_bias"),
+        unrotated_layers(),
+        window_where_not_rotated(),
+        rotary(RopeRules(theta=2e6)),
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        num_key_value_heads=4,
+        no_rope_layer_interval=4,
+        tie_word_embeddings=True,
+    ),
+    "granite": _family(
+        "GraniteForCausalLM",
+        LLAMA_NAMES,
+        number("embedding_multiplier", "embedding_multiplier"),
+        number("residual_multiplier", "residual_multiplier"),
+        number("logits_scaling", "logit_divisor"),
+        score_multiplier("attention_multiplier"),
+        biases(attention="attention_bias", feedforward="mlp_bias"),
+        NO_WINDOWS,
+        rotary(RopeRules()),
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        embedding_multiplier=1.0,
+        residual_multiplier=1.0,
+        logits_scaling=1.0,
+        attention_multiplier=1.0,
+    ),
+    "ministral3": _family(
+        "Ministral3ForCausalLM",
+        LLAMA_NAMES,
+        _NO_BIASES,
+        window_of_all(),
+        rotary(RopeRules(grows=True)),
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-5,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+    "gemma": _family(
+        "GemmaForCausalLM",
+        LLAMA_NAMES,
+        _GEMMA_NORMS,
+        ROOT_OF_WIDTH,
+        _BIASED,
+        NO_WINDOWS,
+        rotary(RopeRules()),
+        only("hidden_activation", None, "gelu_pytorch_tanh", write=False),
+        only("use_bidirectional_attention", None, False),
+        activation=activation("hidden_act", "geglu", "gelu_pytorch_tanh", "gelu"),
+        **_GEMMA,
+        max_position_embeddings=8192,
+        num_key_value_heads=16,
+        hidden_act="gelu_pytorch_tanh",
+    ),
+    "glm": _family(
+        "GlmForCausalLM",
+        GLM_NAMES,
+        fixed(rotary_pairs="neighbors"),
+        biases(attention="attention_bias", of_attention="qkv"),
+        NO_WINDOWS,
+        rotary(RopeRules(share=0.5)),
+        **_GLM,
+    ),
+    "glm4": _family(
+        "Glm4ForCausalLM",
+        GLM4_NAMES,
+        fixed(norm_places="both", rotary_pairs="neighbors"),
+        biases(attention="attention_bias", of_attention="qkv"),
+        NO_WINDOWS,
+        rotary(RopeRules(share=0.5)),
+        **_GLM,
     ),
 }
-"""By `model_type`; SmolLM2 is a llama. The defaults are those of transformers 5.24."""
-
-
-def stored_name(family: Family, name: str) -> StoredName:
-    """Where our weight `name` lies in a family's files; raises KeyError for one that the family does not have."""
-    return _numbered(family.names[pattern_of(name)], name)
-
-
-def fused_name(family: Family, name: str, experts: int) -> StoredName:
-    """The stored name of a weight in files that hold all experts' matrices as one tensor."""
-    pattern, expert = pattern_of(name), expert_of(name)
-    row = _numbered({**family.names, **family.fused}[pattern], name)
-    if expert is None:
-        return row
-    return StoredName(name=row.name, part=expert * row.parts + row.part, parts=experts * row.parts)
-
-
-def _numbered(row: StoredName, name: str) -> StoredName:
-    """A row of the table with the numbers of layer and expert in place of its stars."""
-    layer, expert = layer_of(name), expert_of(name)
-    written = row.name if layer is None else row.name.replace("*", str(layer), 1)
-    written = written if expert is None else written.replace("*", str(expert), 1)
-    return replace(row, name=written)
+MODEL_FAMILIES["kimi_k2"] = MODEL_FAMILIES["deepseek_v3"]
+"""By `model_type`; SmolLM2 is a llama, Phi 4 a phi3. The defaults are those of transformers 5.24."""

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError, installing
-from plait.interop.families import MODEL_FAMILIES
 
+GGUF_FAMILIES = (
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3",
+)  # fmt: skip
+"""Values of general.architecture that are read; in these files other families store some weights changed."""
 _LEFT_OUT = ("quantization_config", "_name_or_path", "transformers_version")
 _SPLITS_DIGITS = ("smollm",)
 """Values of `tokenizer.ggml.pre` whose tokenizers take each digit by itself."""
@@ -54,9 +57,10 @@ def _checked_fields(gguf: Any, file: Path) -> dict[str, str]:
     except (ValueError, IndexError, OverflowError) as error:
         raise PlaitError(f"{file} is not a complete GGUF file ({error!s:.200}); download it again") from None
     family = _text(reader, "general.architecture")
-    if family not in MODEL_FAMILIES:
+    if family not in GGUF_FAMILIES:
         raise PlaitError(
-            f"{file} is a model of the family {family!r}, none of those that plait reads: {', '.join(MODEL_FAMILIES)}"
+            f"{file} is a model of the family {family!r}, none of those that plait reads from such files: "
+            f"{', '.join(GGUF_FAMILIES)}; take the model in safetensors"
         )
     scaling = _text(reader, f"{family}.rope.scaling.type")
     if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors) or scaling not in ("", "none"):

@@ -7,12 +7,13 @@ the other, their B's along the diagonal, with a rank and an alpha that are this 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
-from plait.interop.families import MODEL_FAMILIES, stored_name
+from plait.interop.families import MODEL_FAMILIES
+from plait.interop.stored_names import stored_name
 from plait.model.adapter_shape import AdapterShape, AdapterTarget
-from plait.model.shape import ModelShape
+from plait.model.shape import ModelShape, weight_sizes
 
 PEFT_PREFIX = "base_model.model."
 
@@ -25,11 +26,24 @@ class PeftModule:
     """PEFT's name of the module: "model.layers.0.self_attn.q_proj"."""
     short: str
     """The end of the name that no other kind of module shares: an entry of `target_modules`."""
-    parts: int
-    """Equal parts of its outputs, each a linear layer of ours."""
+    outputs: tuple[int, ...]
+    """Those of each part of its outputs, which is a linear layer of ours."""
     targets: Mapping[int, AdapterTarget]
     """Which of our targets each part is, of those that have adapters."""
     layer: int
+
+    @property
+    def parts(self) -> int:
+        """How many linear layers of ours it holds, adapted or not."""
+        return len(self.outputs)
+
+    def outputs_of(self, part: int, whole: int) -> slice:
+        """Where the outputs of a part are, in a module of `whole` outputs."""
+        if whole != sum(self.outputs):  # of another base: equal parts of what there is
+            each = whole // self.parts
+            return slice(part * each, (part + 1) * each)
+        first = sum(self.outputs[:part])
+        return slice(first, first + self.outputs[part])
 
     def key(self, letter: str) -> str:
         """The name of its tensor "A" or "B" in adapter_model.safetensors."""
@@ -38,16 +52,19 @@ class PeftModule:
 
 def peft_modules(family: str, shape: ModelShape, targets: tuple[AdapterTarget, ...]) -> list[PeftModule]:
     """Every module of PEFT's that holds adapters of these targets, layer by layer."""
-    table, found = MODEL_FAMILIES[family], []
+    table, sizes = MODEL_FAMILIES[family].names, weight_sizes(replace(shape, adapter=None))
+    found: list[PeftModule] = []
     for layer in range(shape.layers):
-        modules: dict[str, tuple[int, dict[int, AdapterTarget]]] = {}
+        modules: dict[str, tuple[tuple[int, ...], dict[int, AdapterTarget]]] = {}
         for target in targets:
-            stored = stored_name(table, f"layers.{layer}.{target}.weight")
-            _, own = modules.setdefault(stored.name.removesuffix(".weight"), (stored.parts, {}))
-            own[stored.part] = target
+            weight = f"layers.{layer}.{target}.weight"
+            stored, own = stored_name(table, weight), sizes[weight][0]
+            outputs = tuple(sizes[one][0] for one in stored.stack) or (own,) * stored.parts
+            part = stored.stack.index(weight) if stored.stack else stored.part
+            modules.setdefault(stored.name.removesuffix(".weight"), (outputs, {}))[1][part] = target
         found += [
-            PeftModule(name=name, short=_short(family, name), parts=parts, targets=own, layer=layer)
-            for name, (parts, own) in modules.items()
+            PeftModule(name=name, short=_short(family, name), outputs=outputs, targets=own, layer=layer)
+            for name, (outputs, own) in modules.items()
         ]
     return found
 

@@ -106,7 +106,7 @@ def _blocks(place: WeightPlace, box: Box, tensor: Tensor) -> Iterator[tuple[_Blo
     read as a matrix of one row."""
     is_matrix = len(box.shape) == 2
     first, extent = list(box.offset), list(box.extent)
-    first[0] += place.name.part * box.shape[0]
+    first[0] += place.first
     own = tensor
     if not is_matrix:
         first, extent, own = [0, *first], [1, *extent], tensor.unsqueeze(0)

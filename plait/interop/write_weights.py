@@ -16,7 +16,8 @@ from torch import Tensor
 
 from plait.checkpoint.transfer import DTYPES
 from plait.interop.base_model import stored_shape
-from plait.interop.families import Family, StoredName, stored_name
+from plait.interop.families import Family
+from plait.interop.stored_names import StoredName, outputs_in, stored_name
 from plait.interop.tensor_files import INDEX, ITEM_SIZES, WHOLE
 from plait.model.shape import ModelShape
 from plait.model.weights import stored_sizes
@@ -37,6 +38,8 @@ class WrittenTensor:
     name: str
     shape: tuple[int, ...]
     weights: tuple[str, ...]
+    outputs: tuple[int, ...]
+    """Those of each weight."""
     order: str
     dtype: str = ""
     """Its own, where it is not that of the other tensors."""
@@ -47,15 +50,23 @@ def written_tensors(shape: ModelShape, family: Family) -> list[WrittenTensor]:
     places: dict[str, list[tuple[str, StoredName]]] = {}
     sizes = stored_sizes(shape)
     for name in sizes:
-        stored = stored_name(family, name)
+        stored = stored_name(family.names, name)
         places.setdefault(stored.name, []).append((name, stored))
     found: list[WrittenTensor] = []
     for name, parts in places.items():
-        parts.sort(key=lambda part: part[1].part)
+        parts.sort(key=lambda part: outputs_in(part[1], part[0], sizes)[0])
         first, stored = parts[0]
         weights = tuple(own for own, _ in parts)
-        whole = stored_shape(stored, sizes[first])
-        found.append(WrittenTensor(name=name, shape=whole, weights=weights, order=stored.order, dtype=stored.dtype))
+        found.append(
+            WrittenTensor(
+                name=name,
+                shape=stored_shape(stored, outputs_in(stored, first, sizes)[1], sizes[first]),
+                weights=weights,
+                outputs=tuple(sizes[own][0] for own in weights),
+                order=stored.order,
+                dtype=stored.dtype,
+            )
+        )
     return found
 
 
@@ -111,15 +122,16 @@ def _write_shard(out: BufferedWriter, shard: Sequence[WrittenTensor], dtype: str
 def _blocks(one: WrittenTensor, read: ReadPart) -> Iterator[Tensor]:
     """The tensor's rows in order, some at a time."""
     if len(one.shape) == 1:
-        lengths = one.shape[0] // len(one.weights)
-        yield torch.cat([read(name, (0,), (lengths,)) for name in one.weights])
+        yield torch.cat([read(name, (0,), (own,)) for name, own in zip(one.weights, one.outputs, strict=True)])
         return
     rows, columns = one.shape
     at_once = max(1, WRITE_BYTES // (8 * columns))
-    for first in range(0, rows, at_once):
-        count = min(at_once, rows - first)
-        if one.order == "in out":  # our rows are its columns
-            own = columns // len(one.weights)
-            yield torch.cat([read(name, (0, first), (own, count)).t() for name in one.weights], dim=1)
-        else:
-            yield read(one.weights[0], (first, 0), (count, columns))
+    if one.order == "in out":  # our rows are its columns
+        for first in range(0, rows, at_once):
+            count = min(at_once, rows - first)
+            parts = zip(one.weights, one.outputs, strict=True)
+            yield torch.cat([read(name, (0, first), (own, count)).t() for name, own in parts], dim=1)
+        return
+    for name, own in zip(one.weights, one.outputs, strict=True):
+        for first in range(0, own, at_once):
+            yield read(name, (first, 0), (min(at_once, own - first), columns))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from math import sqrt
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from plait.accelerator import has_cuda_kernels, to_device
 from plait.model.blocked_attention import attend_in_blocks, suits_blocks
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.matmul import attend_by_default_library
-from plait.model.norm import RMSNorm, make_head_norm
+from plait.model.norm import RMSNorm, make_head_norm, norm_offset
 from plait.model.parts.checks import biased_parts
-from plait.model.rotary import Rotation, rotate
+from plait.model.rotary import Rotation, rotate_first, rotate_first_pairs
 from plait.model.shape import ModelShape
 
 
@@ -100,6 +101,10 @@ class Rows:
     """Which tokens of the flat stream enter the loss, where a mixture of experts counts; None: all."""
     numbers_n: Tensor | None = None
     """The tokens' numbers in the run, by which a mixture of experts may look up where they went; None: unknown."""
+    window_rotation: Rotation | None = None
+    """The rotation of layers with a window, where it is not that of the others."""
+    query_growth: Tensor | None = None
+    """What queries are multiplied by at each position, [b or 1, t, 1, 1]; None: nothing."""
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, int], Tensor]
@@ -122,6 +127,10 @@ class Attention(nn.Module):
         self.head_width = shape.head_width
         self.window = shape.window_of(layer)
         self.query_scale = 1.0 if shape.attention_scale == "head" else 1.0 / (layer + 1)
+        if shape.attention_multiplier:  # the cores divide by the root of the head's width
+            self.query_scale *= shape.attention_multiplier * sqrt(shape.head_width)
+        self.is_rotated = layer not in shape.unrotated_layers
+        self.rotate = rotate_first if shape.rotary_pairs == "halves" else rotate_first_pairs
         self.q = Linear(shape.width, query_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.q"))
         self.k = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.k"))
         self.v = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.v"))
@@ -129,8 +138,9 @@ class Attention(nn.Module):
         self.q_norm = make_head_norm(shape) if by_head else nn.Identity()
         self.k_norm = make_head_norm(shape) if by_head else nn.Identity()
         as_one = shape.qk_norm and shape.qk_norm_width == "all heads"
-        self.queries_norm = RMSNorm(query_width, shape.norm_eps) if as_one else nn.Identity()
-        self.keys_norm = RMSNorm(kv_width, shape.norm_eps) if as_one else nn.Identity()
+        offset = norm_offset(shape)
+        self.queries_norm = RMSNorm(query_width, shape.norm_eps, offset=offset) if as_one else nn.Identity()
+        self.keys_norm = RMSNorm(kv_width, shape.norm_eps, offset=offset) if as_one else nn.Identity()
         self.o = Linear(query_width, shape.width, bias="output" in biased, adapter=shape.adapter_of("attention.o"))
         self.attend: Attend = attend
 
@@ -141,8 +151,12 @@ class Attention(nn.Module):
         # On GPUs autocast has norms answer in float32, which attention's fast kernels do not take.
         q_bthd = self.q_norm(self.queries_norm(self.q(x_nd)).view(heads)).to(v_bthd.dtype)
         k_bthd = self.k_norm(self.keys_norm(self.k(x_nd)).view(heads)).to(v_bthd.dtype)
-        if rows.rotation is not None:
-            q_bthd, k_bthd = rotate(q_bthd, rows.rotation), rotate(k_bthd, rows.rotation)
+        local = self.window > 0 and rows.window_rotation is not None
+        rotation = rows.window_rotation if local else rows.rotation
+        if rotation is not None and self.is_rotated:
+            q_bthd, k_bthd = self.rotate(q_bthd, rotation), self.rotate(k_bthd, rotation)
+        if rows.query_growth is not None:
+            q_bthd = (q_bthd * rows.query_growth).to(v_bthd.dtype)
         if self.query_scale != 1.0:
             q_bthd = q_bthd * self.query_scale
         if rows.cache is not None:

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: GELU, ReLU² or SwiGLU between two or three products."""
+"""The feed-forward half of a layer: GELU, ReLU², SwiGLU or GeGLU between two or three products."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from torch import Tensor, nn
 
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.parts.checks import biased_parts
-from plait.model.shape import ModelShape
+from plait.model.shape import GATED, ModelShape, is_gated
 
 
 class FeedForward(nn.Module):
-    """Up projection, activation, down projection; with SwiGLU (Shazeer 2020) a second up projection is the gate. Its
-    inner width is the shape's `ffn` unless another is given, as for an expert."""
+    """Up projection, activation, down projection; with SwiGLU and GeGLU (Shazeer 2020) a second up projection is the
+    gate. Its inner width is the shape's `ffn` unless another is given, as for an expert."""
 
     def __init__(self, shape: ModelShape, ffn: int | None = None) -> None:
         super().__init__()
         ffn = shape.ffn if ffn is None else ffn
         bias = "feedforward" in biased_parts(shape.bias)
         self.activation = shape.activation
-        if shape.activation == "swiglu":
+        if is_gated(shape):
             self.gate = Linear(shape.width, ffn, bias=bias, adapter=shape.adapter_of("feedforward.gate"))
         self.up = Linear(shape.width, ffn, bias=bias, adapter=shape.adapter_of("feedforward.up"))
         self.down = Linear(ffn, shape.width, bias=bias, adapter=shape.adapter_of("feedforward.down"))
 
     def forward(self, x_nd: Tensor) -> Tensor:
         x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product
-        gate_nf = self.gate(x_nd) if self.activation == "swiglu" else None
+        gate_nf = self.gate(x_nd) if self.activation in GATED else None
         return self.down(activated(self.activation, gate_nf, self.up(x_nd)))
 
 
 def activated(activation: str, gate_nf: Tensor | None, up_nf: Tensor) -> Tensor:
-    """What lies between a feed-forward part's products, of f inner numbers; the gate is SwiGLU's."""
+    """What lies between a feed-forward part's products, of f inner numbers; the gate is that of GATED ones."""
     if gate_nf is not None:
-        return F.silu(gate_nf) * up_nf
+        gate_nf = F.silu(gate_nf) if activation == "swiglu" else F.gelu(gate_nf, approximate="tanh")
+        return gate_nf * up_nf
     return F.relu(up_nf).square() if activation == "relu2" else F.gelu(up_nf, approximate="tanh")

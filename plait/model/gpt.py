@@ -19,7 +19,7 @@ from plait.model.latent_attention import make_attention
 from plait.model.linear import Linear
 from plait.model.mixture import Mixture
 from plait.model.names import EMBEDDING, HEAD
-from plait.model.norm import make_norm
+from plait.model.norm import make_last_norm, make_norm
 from plait.model.prediction_heads import AheadInput, AuxiliaryHead, MicroObjectives, hand_over
 from plait.model.rotary import Rotary
 from plait.model.shape import ModelPart, ModelShape, whole_model
@@ -45,17 +45,13 @@ class GPT(nn.Module):
         self.embed = Embedding(shape, part) if holds_weight(part, EMBEDDING, shape) else None
         numbers = (*part.layers, *(self.layer_of_depth(depth) for depth in ahead))
         self.layers = nn.ModuleDict({str(layer): Layer(shape, layer) for layer in numbers})
-        self.norm = make_norm(shape) if part.ends else None
+        self.norm = make_last_norm(shape) if part.ends else None
         self.head = Linear(shape.width, shape.vocabulary, bias=False) if holds_weight(part, HEAD, shape) else None
         self.auxiliary = nn.ModuleDict({str(after): AuxiliaryHead(shape) for after in heads_in(part, shape)})
         self.ahead = nn.ModuleDict({str(depth): AheadInput(shape) for depth in ahead})
         self.lenders: tuple[GPT, ...] = ()
         """Parts on the same rank that hold the tables which this one borrows; no modules of this one."""
-        self.rotary = (
-            Rotary(sequence=shape.sequence, head_width=rotary_width(shape), theta=shape.rope_theta, scaling=shape.rope)
-            if shape.positions == "rope"
-            else None
-        )
+        self.rotary, self.window_rotary = make_rotaries(shape, shape.sequence)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_trained(name, shape))
 
@@ -85,6 +81,8 @@ class GPT(nn.Module):
             rows=tokens_bt.shape[0],
             tokens=tokens_bt.shape[1],
             rotation=self.rotary(positions_bt, hidden_nd.dtype) if self.rotary is not None else None,
+            window_rotation=None if self.window_rotary is None else self.window_rotary(positions_bt, hidden_nd.dtype),
+            query_growth=query_growth(self.shape, positions_bt, hidden_nd.dtype),
             documents=documents.on(hidden_nd.device, longest=self.shape.sequence) if documents is not None else None,
             cache=cache,
             counted_n=counted_n,
@@ -164,33 +162,42 @@ class Embedding(nn.Module):
         self.tokens = _table(shape.vocabulary, shape.width)
         learned = shape.positions == "learned" and part.embeds
         self.positions = _table(shape.size_of("positions"), shape.width) if learned else None
+        self.multiplier = shape.embedding_multiplier
 
     def forward(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         """The stream [B × T, width]."""
-        embedded_btd = self.tokens(tokens_bt)
-        if self.positions is not None:
-            embedded_btd = embedded_btd + self.positions(positions_bt)
+        embedded_nd = self.look_up(tokens_bt)
+        if self.positions is None:
+            return embedded_nd
+        embedded_btd = embedded_nd.unflatten(0, tokens_bt.shape) + self.positions(positions_bt)
         return embedded_btd.flatten(0, 1)
 
     def look_up(self, tokens_bt: Tensor) -> Tensor:
         """The tokens' embeddings [B × T, width], without positions."""
         embedded_btd: Tensor = self.tokens(tokens_bt)
+        if self.multiplier != 1.0:
+            embedded_btd = embedded_btd * self.multiplier
         return embedded_btd.flatten(0, 1)
 
 
 class Layer(nn.Module):
-    """Attention, then feed-forward or a mixture of experts, each on a normed copy and added to the stream.
+    """Attention, then feed-forward or a mixture of experts, each on a normed copy and added to the stream; or each
+    normed after, or before and after.
 
     `run` may be replaced by a function with the same result, for example one that recomputes in the backward pass.
     """
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
-        self.attention_norm = make_norm(shape)
+        before, after = shape.norm_places != "after", shape.norm_places != "before"
+        self.attention_norm = make_norm(shape) if before else nn.Identity()
         self.attention = make_attention(shape, layer)
-        self.feedforward_norm = make_norm(shape)
+        self.attention_post_norm = make_norm(shape) if after else nn.Identity()
+        self.feedforward_norm = make_norm(shape) if before else nn.Identity()
         mixture = shape.mixture_of(layer)
         self.feedforward = FeedForward(shape) if mixture is None else Mixture(shape, mixture)
+        self.feedforward_post_norm = make_norm(shape) if after else nn.Identity()
+        self.residual_multiplier = shape.residual_multiplier
         self.run: RunLayer = run_layer
 
     def forward(self, stream_nd: Tensor, rows: Rows) -> Tensor:
@@ -203,11 +210,15 @@ RunLayer = Callable[[Layer, Tensor, Rows], Tensor]
 
 def run_layer(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
     """What a layer computes."""
-    stream_nd = stream_nd + layer.attention(layer.attention_norm(stream_nd), rows)
+    share = layer.residual_multiplier
+    attended_nd = layer.attention(layer.attention_norm(stream_nd), rows)
+    stream_nd = torch.add(stream_nd, layer.attention_post_norm(attended_nd), alpha=share)
     normed_nd = layer.feedforward_norm(stream_nd)
     if isinstance(layer.feedforward, Mixture):
-        return stream_nd + layer.feedforward(normed_nd, rows)
-    return stream_nd + layer.feedforward(normed_nd)
+        inner_nd = layer.feedforward(normed_nd, rows)
+    else:
+        inner_nd = layer.feedforward(normed_nd)
+    return torch.add(stream_nd, layer.feedforward_post_norm(inner_nd), alpha=share)
 
 
 def mixtures_of(part: GPT) -> dict[int, Mixture]:
@@ -220,6 +231,27 @@ def reset_biases(part: GPT) -> None:
     """Set the biases of all routers to zero, as they begin: a model that was given memory has none yet."""
     for one in mixtures_of(part).values():
         one.router.balance.zero_()
+
+
+def make_rotaries(shape: ModelShape, sequence: int) -> tuple[Rotary | None, Rotary | None]:
+    """The rotary positions of all layers, and those of layers with a window where they are others, for sequences of up
+    to this many tokens."""
+    if shape.positions != "rope":
+        return None, None
+    width, own = rotary_width(shape), shape.window_rope
+    everywhere = Rotary(sequence=sequence, head_width=width, theta=shape.rope_theta, scaling=shape.rope)
+    if own is None:
+        return everywhere, None
+    return everywhere, Rotary(sequence=sequence, head_width=width, theta=own.theta, scaling=own.scaling)
+
+
+def query_growth(shape: ModelShape, positions_bt: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What queries are multiplied by at each position, [B or 1, T, 1, 1]: 1 + growth × ln(1 + how often `after` fits
+    into the position), as Llama 4 and Ministral 3 do. None where nothing grows."""
+    if not shape.query_growth:
+        return None
+    times = (positions_bt // shape.query_growth_after).to(torch.promote_types(dtype, torch.float32))
+    return (1.0 + shape.query_growth * times.log1p())[:, :, None, None]
 
 
 def row_positions(tokens_bt: Tensor, first: int = 0) -> Tensor:

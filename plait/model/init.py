@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plait.model.gpt import GPT
 from plait.model.names import ADAPTER_B, dims_of, is_adapter
+from plait.model.norm import norm_offset
 from plait.model.shape import ModelShape
 
 
@@ -35,7 +36,7 @@ def first_value(name: str, shape: ModelShape, seed: int, start: AdapterStart = "
     if name.endswith(".bias") or (name.endswith(f".{ADAPTER_B}") and start == "unchanged"):
         return torch.zeros(sizes)
     if len(sizes) == 1:
-        return torch.ones(sizes)
+        return torch.full(sizes, 1.0 - norm_offset(shape))
     key = blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
     uniform = torch.rand(prod(sizes), generator=generator).sub_(0.5)

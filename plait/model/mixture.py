@@ -21,7 +21,7 @@ from plait.model.feedforward import FeedForward, activated
 from plait.model.linear import to_compute_precision
 from plait.model.parts.mixture import MixtureShape
 from plait.model.router import LoadMeter, Router, Routing, SumOverSequence, balance_sum, counts_by_row, handed_over
-from plait.model.shape import ModelShape
+from plait.model.shape import GATED, ModelShape
 
 
 class Experts(nn.ModuleDict):
@@ -36,7 +36,7 @@ class Experts(nn.ModuleDict):
             return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
         activation = experts[0].activation
         ups, downs = [one.up.weight for one in experts], [one.down.weight for one in experts]
-        gates = [one.gate.weight for one in experts] if activation == "swiglu" else None
+        gates = [one.gate.weight for one in experts] if activation in GATED else None
         gate_rf = None if gates is None else grouped_product(rows_rd, gates, counts)
         inner_rf = activated(activation, gate_rf, grouped_product(rows_rd, ups, counts))
         return grouped_product(inner_rf, downs, counts)

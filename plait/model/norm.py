@@ -11,16 +11,27 @@ from torch import Tensor, nn
 from plait.model.shape import ModelShape, has_norm_bias
 
 
-def make_norm(shape: ModelShape) -> nn.Module:
-    """A norm over the model's width."""
+def make_norm(shape: ModelShape, *, factor: float = 1.0) -> nn.Module:
+    """A norm over the model's width, whose result is multiplied by `factor`."""
     if shape.norm == "layernorm":
+        assert factor == 1.0, "a LayerNorm has no factor"
         return LayerNorm(shape.width, shape.norm_eps, bias=has_norm_bias(shape))
-    return RMSNorm(shape.width, shape.norm_eps)
+    return RMSNorm(shape.width, shape.norm_eps, offset=norm_offset(shape), factor=factor)
+
+
+def make_last_norm(shape: ModelShape) -> nn.Module:
+    """A norm in front of the output matrix: what divides scores divides its result."""
+    return make_norm(shape, factor=1.0 / shape.logit_divisor)
+
+
+def norm_offset(shape: ModelShape) -> float:
+    """What is added to the weights of norms."""
+    return 1.0 if shape.norm_weight == "one plus" else 0.0
 
 
 def make_head_norm(shape: ModelShape) -> nn.Module:
     """A norm over one head's queries or keys (Qwen 3): always RMSNorm."""
-    return RMSNorm(shape.head_width, shape.norm_eps)
+    return RMSNorm(shape.head_width, shape.norm_eps, offset=norm_offset(shape))
 
 
 # Note [norms of wider streams]: where weights are gathered in bfloat16 (parallel/sharding), the stream stays float32,
@@ -45,14 +56,22 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root of the mean square (Zhang and Sennrich 2019), then multiply by the weight."""
+    """Divide by the root of the mean square (Zhang and Sennrich 2019), then multiply by the weight, to which `offset`
+    is added (Gemma), and by `factor`."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, *, offset: float = 0.0, factor: float = 1.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
         self.eps = eps
+        self.offset, self.factor = offset, factor
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.offset or self.factor != 1.0:
+            exact = torch.promote_types(x.dtype, torch.float32)  # 1 + weight in 16 bits would lose most of the weight
+            weight = (self.weight.to(exact) + self.offset) * self.factor
+            if x.device.type == "cpu" and not torch.compiler.is_compiling():
+                return _RMSNorm.apply(x.to(exact), weight, self.eps).to(x.dtype)
+            return F.rms_norm(x.to(exact), weight.shape, weight, self.eps).to(x.dtype)
         # GPUs have a fused kernel; on CPUs torch runs ten operations, and this class takes a third of their time.
         exact = x.dtype in (torch.float32, torch.float64)
         weight = self.weight.to(x.dtype) if exact else self.weight  # Note [norms of wider streams]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plait.model.linear import Linear, to_compute_precision
-from plait.model.norm import make_norm
+from plait.model.norm import make_last_norm, make_norm
 from plait.model.shape import ModelShape
 
 LookUp = Callable[[Tensor], Tensor]
@@ -56,7 +56,7 @@ class AuxiliaryHead(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.norm = make_norm(shape)
+        self.norm = make_last_norm(shape)
 
     def forward(self, stream_nd: Tensor, output_vd: Tensor, loss: HeadLoss) -> Tensor:
         """The stream itself, whose backward adds the head's gradients."""
@@ -71,7 +71,7 @@ class AheadInput(nn.Module):
         self.hidden_norm = make_norm(shape)
         self.embedding_norm = make_norm(shape)
         self.projection = Linear(2 * shape.width, shape.width, bias=False)
-        self.norm = make_norm(shape)
+        self.norm = make_last_norm(shape)
 
     def forward(self, stream_nd: Tensor, following_bt: Tensor, look_up: LookUp) -> Tensor:
         """The stream that the depth's layer reads, from that of the depth before and from tokens further on."""

@@ -1,30 +1,32 @@
-"""Rotary frequencies stretched for longer sequences than a model was first trained on: linear, llama3 and yarn.
+"""Rotary frequencies stretched for longer sequences than a model was first trained on: linear, llama3, yarn, longrope
+and dynamic.
 
 Names and numbers are those of `rope_parameters` in Hugging Face's config.json. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, inf, log, pi
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
 
-RopeKind = Literal["linear", "llama3", "yarn"]
+RopeKind = Literal["linear", "llama3", "yarn", "longrope", "dynamic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
     """How frequencies are divided by `factor`: all of them ("linear", Chen et al. 2023), the slow ones ("llama3",
-    Llama 3.1), or those of the slow pairs along a ramp ("yarn", Peng et al. 2023). Raises PlaitError for numbers that
-    cannot be."""
+    Llama 3.1), those of the slow pairs along a ramp ("yarn", Peng et al. 2023), or each by a factor of its own
+    ("longrope", Ding et al. 2024). "dynamic" divides none within the longest sequence of a model, and plait takes no
+    longer ones. Raises PlaitError for numbers that cannot be."""
 
     kind: RopeKind
     factor: float
     original_sequence: int = 0
-    """Longest sequence before the stretching; llama3 and yarn need it."""
+    """Longest sequence before the stretching; llama3, yarn and longrope need it."""
     low_frequency: float = 1.0
     """llama3: pairs that turn less often than this within `original_sequence` are slow."""
     high_frequency: float = 4.0
@@ -36,13 +38,19 @@ class RopeScaling:
     whole_pairs: Literal["yes", "no"] = "yes"
     """yarn: whether the ramp begins and ends at whole numbers of pairs."""
     table_scale: float = 1.0
-    """yarn: what cosines and sines are multiplied by."""
+    """yarn and longrope: what cosines and sines are multiplied by."""
+    short_factors: tuple[float, ...] = ()
+    """longrope: what each pair's frequency is divided by where no sequence is longer than `original_sequence`."""
+    long_factors: tuple[float, ...] = ()
+    """longrope: the same where sequences may be longer."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RopeKind):
-            raise PlaitError(f"rotary positions cannot be stretched by {self.kind!r}; choose linear, llama3 or yarn")
+            raise PlaitError(
+                f"rotary positions cannot be stretched by {self.kind!r}; choose " + ", ".join(get_args(RopeKind))
+            )
         numbers = {"factor": self.factor, "table_scale": self.table_scale, "high_frequency": self.high_frequency}
-        if self.kind != "linear":
+        if self.kind not in ("linear", "dynamic"):
             numbers["original_sequence"] = self.original_sequence
         for name, value in numbers.items():
             if not 0 < value < inf:
@@ -53,8 +61,22 @@ class RopeScaling:
                 "choose a larger high_frequency"
             )
 
-    def stretch(self, frequencies: Sequence[float], theta: float) -> list[float]:
-        """The frequencies (radians per position) of all pairs of a head after stretching."""
+        factors = (*self.short_factors, *self.long_factors)
+        unlike = len(self.short_factors) != len(self.long_factors) or bool(factors) != (self.kind == "longrope")
+        if unlike or not all(0 < one < inf for one in factors):
+            raise PlaitError(
+                "longrope has two lists of factors, both of one number above 0 for each pair that is rotated; correct "
+                "short_factor and long_factor"
+            )
+
+    def stretch(self, frequencies: Sequence[float], theta: float, sequence: int) -> list[float]:
+        """The frequencies (radians per position) of all pairs of a head after stretching, for sequences of up to
+        `sequence` tokens."""
+        if self.kind == "dynamic":
+            return list(frequencies)
+        if self.kind == "longrope":
+            factors = self.long_factors if sequence > self.original_sequence else self.short_factors
+            return [frequency / factor for frequency, factor in zip(frequencies, factors, strict=True)]
         if self.kind == "linear":
             return [frequency / self.factor for frequency in frequencies]
         if self.kind == "llama3":
@@ -83,6 +105,30 @@ class RopeScaling:
     def _pair_turning(self, turns: float, pairs: int, theta: float) -> float:
         """The number of the pair that turns so often within `original_sequence`, as a fraction."""
         return pairs * log(self.original_sequence / (turns * 2 * pi)) / log(theta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowRope:
+    """Rotary positions of the layers with a window, where they are not those of the other layers (Gemma 3, OLMo 3)."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.theta < inf:
+            raise PlaitError(f"the theta of layers with a window is {self.theta}; choose a number above 0")
+
+
+def scaling_from(values: Mapping[str, Any]) -> RopeScaling:
+    """The scaling from what JSON made of it."""
+    lists = {name: tuple(values[name]) for name in ("short_factors", "long_factors") if name in values}
+    return RopeScaling(**{**values, **lists})
+
+
+def window_rope_from(values: Mapping[str, Any]) -> WindowRope:
+    """The rotary positions of layers with a window from what JSON made of them."""
+    scaling = values.get("scaling")
+    return WindowRope(**{**values, "scaling": scaling_from(scaling) if scaling else None})
 
 
 def yarn_table_scale(factor: float) -> float:

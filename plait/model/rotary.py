@@ -44,7 +44,9 @@ class Rotary(nn.Module):
             scale = 1.0
             if self.scaling is not None:
                 plain = [self.theta ** (-pair / self.head_width) for pair in range(0, self.head_width, 2)]
-                turns = torch.tensor(self.scaling.stretch(plain, self.theta), dtype=torch.float64).to(device)
+                turns = torch.tensor(self.scaling.stretch(plain, self.theta, self.sequence), dtype=torch.float64).to(
+                    device
+                )
                 scale = self.scaling.table_scale
             angles = torch.outer(torch.arange(self.sequence, dtype=torch.float64, device=device), turns)
             return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
@@ -58,6 +60,21 @@ def rotate(x_bthd: Tensor, rotation: Rotation) -> Tensor:
     cos, sin = rotation
     first, second = x_bthd.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_bthd.dtype)
+
+
+def rotate_first(x_bthd: Tensor, rotation: Rotation) -> Tensor:
+    """Turn the first numbers of each head, as many as the rotation has, and leave the others as they are."""
+    width = 2 * rotation[0].shape[-1]
+    if width == x_bthd.shape[-1]:
+        return rotate(x_bthd, rotation)
+    return torch.cat((rotate(x_bthd[..., :width], rotation), x_bthd[..., width:]), dim=-1)
+
+
+def rotate_first_pairs(x_bthd: Tensor, rotation: Rotation) -> Tensor:
+    """The same where a pair is two numbers side by side (GLM-4); see `rotate_pairs`."""
+    width = 2 * rotation[0].shape[-1]
+    turned = rotate_pairs(x_bthd[..., :width], rotation)
+    return torch.cat((turned, x_bthd[..., width:]), dim=-1) if width < x_bthd.shape[-1] else turned
 
 
 def rotate_pairs(x_bthd: Tensor, rotation: Rotation) -> Tensor:

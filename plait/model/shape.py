@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from math import prod
+from math import inf, prod
 from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
@@ -21,10 +21,15 @@ from plait.model.parts.objectives import (
     objective_weights,
     objectives_from,
 )
-from plait.model.rope_scaling import RopeScaling
+from plait.model.rope_scaling import RopeScaling, WindowRope, scaling_from, window_rope_from
 
 Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "swiglu", "relu2"]
+Activation = Literal["gelu", "swiglu", "relu2", "geglu"]
+GATED: frozenset[Activation] = frozenset({"swiglu", "geglu"})
+"""Activations of feed-forward parts that have a gate."""
+NormPlaces = Literal["before", "after", "both"]
+NormWeight = Literal["factor", "one plus"]
+RotaryPairs = Literal["halves", "neighbors"]
 Positions = Literal["learned", "rope"]
 Bias = Literal["none", "qkv", "attention", "feedforward", "all"]
 AttentionScale = Literal["head", "head and layer"]
@@ -32,7 +37,8 @@ QkNormWidth = Literal["head", "all heads"]
 
 _CHOICES = {
     "norm": Norm, "activation": Activation, "positions": Positions, "bias": Bias,
-    "attention_scale": AttentionScale, "qk_norm_width": QkNormWidth,
+    "attention_scale": AttentionScale, "qk_norm_width": QkNormWidth, "norm_places": NormPlaces,
+    "norm_weight": NormWeight, "rotary_pairs": RotaryPairs,
 }  # fmt: skip
 MOST_LAYERS, MOST_OF_A_SIZE, LONGEST_SEQUENCE = 10_000, 10_000_000, 1_000_000_000
 """Far above every published model, and few enough to count through in a moment."""
@@ -43,7 +49,9 @@ _COUNTS = {
 }
 """The fields that count something, each with its upper bound."""
 _LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "adapter", "qk_norm_width", "mixture",
-                 "objectives", "latent")  # fmt: skip
+                 "objectives", "latent", "norm_places", "norm_weight", "embedding_multiplier", "residual_multiplier",
+                 "attention_multiplier", "logit_divisor", "rotary_width", "rotary_pairs", "unrotated_layers",
+                 "window_rope", "query_growth", "query_growth_after")  # fmt: skip
 """Fields that checkpoints of earlier versions lack: written only where they are not the default."""
 
 
@@ -91,6 +99,30 @@ class ModelShape:
     """What is learned beside the next token from the last layer."""
     latent: LatentAttentionShape | None = None
     """Latent attention, with which `head_width` has no position in it; None: plain attention."""
+    norm_places: NormPlaces = "before"
+    """Where attention and the feed-forward part are normed: what they read ("before"), what they add to the stream
+    ("after", OLMo 2), or both (Gemma 3, GLM-4)."""
+    norm_weight: NormWeight = "factor"
+    """What a norm multiplies by: its weight, or one plus its weight (Gemma)."""
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Factor of what attention and the feed-forward part add to the stream."""
+    attention_multiplier: float = 0.0
+    """Factor of scores in place of 1 / root of head_width; 0: that one."""
+    logit_divisor: float = 1.0
+    """What the scores of the vocabulary's entries are divided by."""
+    rotary_width: int = 0
+    """The first numbers of each head that rotary positions turn; 0: all of them."""
+    rotary_pairs: RotaryPairs = "halves"
+    """Which numbers are turned together: i and i + half the rotary width, or two side by side (GLM-4)."""
+    unrotated_layers: tuple[int, ...] = ()
+    """Layers without positions (SmolLM3)."""
+    window_rope: WindowRope | None = None
+    """Rotary positions of the layers with a window; None: those of all layers."""
+    query_growth: float = 0.0
+    """By how much queries grow with the logarithm of the position (Ministral 3); 0: not at all."""
+    query_growth_after: int = 0
+    """The number of positions after which they begin to grow."""
 
     def __post_init__(self) -> None:
         for name, most in _COUNTS.items():
@@ -104,13 +136,53 @@ class ModelShape:
             raise PlaitError('rotary frequencies are stretched and positions are learned; choose positions = "rope"')
         if self.mixture is not None:
             check_mixture_in(self.mixture, self.layers, checks.biased_parts(self.bias), self.adapter)
+        self._check_positions()
         check_objectives_in(self.objectives, self.layers, self.sequence, self.adapter)
         if self.latent is not None:
             check_latent_in(self)
         check_adapter_in(self.adapter, linear_layers(self), self._smaller_side)
-        for name in ("rope_theta", "norm_eps"):
-            if not getattr(self, name) > 0:
+        for name in ("rope_theta", "norm_eps", "embedding_multiplier", "residual_multiplier", "logit_divisor"):
+            if not 0 < getattr(self, name) < inf:
                 raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
+        if not 0 <= self.attention_multiplier < inf:
+            raise PlaitError(
+                f"the model's attention_multiplier is {self.attention_multiplier}; choose one of at least 0"
+            )
+        if self.norm == "layernorm" and (self.norm_weight != "factor" or self.logit_divisor != 1.0):
+            raise PlaitError('a LayerNorm has a plain weight and divides no scores; choose norm = "rmsnorm"')
+
+    def _check_positions(self) -> None:
+        """Refuse rotary positions that do not fit the heads or the layers, or that nothing reads."""
+        special = (
+            self.rotary_width,
+            self.unrotated_layers,
+            self.window_rope,
+            self.query_growth,
+            self.query_growth_after,
+        )
+        if any(special) and (self.positions != "rope" or self.latent is not None):
+            raise PlaitError(
+                "rotary positions of some numbers or some layers alone go with plain attention and positions = "
+                '"rope"; choose these'
+            )
+        if self.latent is not None and (self.norm_weight != "factor" or self.attention_multiplier):
+            raise PlaitError("latent attention has norms with plain weights and a scale of its own; take out either")
+        checks.check_rotary_width(self.rotary_width, self.head_width)
+        checks.check_layer_numbers("unrotated_layers", self.unrotated_layers, self.layers)
+        factors = [
+            one for one in (self.rope, self.window_rope and self.window_rope.scaling) if one and one.long_factors
+        ]
+        width = self.latent.rope_width if self.latent else self.rotary_width or self.head_width
+        for one in factors:
+            if 2 * len(one.long_factors) != width:
+                raise PlaitError(
+                    f"longrope has {len(one.long_factors)} factors, and {width // 2} pairs of each head are rotated; "
+                    "give one for each"
+                )
+        if not 0 <= self.query_growth < inf or type(self.query_growth_after) is not int:
+            raise PlaitError(f"the model's query_growth is {self.query_growth}; choose a number of at least 0")
+        if (self.query_growth > 0) != (self.query_growth_after > 0):
+            raise PlaitError("query_growth and query_growth_after belong together; set both above 0, or neither")
 
     def size_of(self, dim: Dim) -> int:
         """Size of a weight's dim, from the dim's meaning."""
@@ -157,6 +229,9 @@ class ModelShape:
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
         if self.mixture is not None and not self.mixture.plain_layers:
             del values["mixture"]["plain_layers"]  # a later field
+        for one in (values.get("rope"), (values.get("window_rope") or {}).get("scaling")):
+            if one and not one["long_factors"]:
+                del one["long_factors"], one["short_factors"]  # later fields
         return values
 
     @classmethod
@@ -229,20 +304,26 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "mixture": mixture_from,
     "objectives": objectives_from,
     "latent": lambda value: LatentAttentionShape(**value),
-    "rope": lambda value: RopeScaling(**value),
+    "rope": scaling_from,
+    "window_rope": window_rope_from,
 }
 
 
 def _own_value(name: str, value: Any) -> Any:
     """A field's value from JSON, as the field has it."""
-    if name == "windows":
+    if name in ("windows", "unrotated_layers"):
         return tuple(value)
     return _READERS[name](value) if name in _READERS and isinstance(value, Mapping) else value
 
 
 def linear_layers(shape: ModelShape) -> tuple[AdapterTarget, ...]:
     """The linear layers of one layer of the model, all of which an adapter may adapt."""
-    return tuple(name for name in get_args(AdapterTarget) if name != "feedforward.gate" or shape.activation == "swiglu")
+    return tuple(name for name in get_args(AdapterTarget) if name != "feedforward.gate" or is_gated(shape))
+
+
+def is_gated(shape: ModelShape) -> bool:
+    """Whether feed-forward parts have a gate: three matrices in place of two."""
+    return shape.activation in GATED
 
 
 def weights_of_layer(shape: ModelShape, layer: int) -> list[str]:
@@ -251,20 +332,23 @@ def weights_of_layer(shape: ModelShape, layer: int) -> list[str]:
     biased = checks.biased_parts(shape.bias)
     normed = ("q_norm", "k_norm") if shape.qk_norm_width == "head" else ("queries_norm", "keys_norm")
     mixture = shape.mixture_of(layer)
+    before, after = shape.norm_places != "after", shape.norm_places != "before"
     attention = [
         *_linear_weights([q, k, v], shape, biased="qkv" in biased),
         *([f"attention.{name}.weight" for name in normed] if shape.qk_norm else []),
         *_linear_weights([o], shape, biased="output" in biased),
     ]
     return [
-        *_norm_weights("attention_norm", shape),
+        *(_norm_weights("attention_norm", shape) if before else []),
         *(latent_weights(shape.latent) if shape.latent else attention),
-        *_norm_weights("feedforward_norm", shape),
+        *(_norm_weights("attention_post_norm", shape) if after else []),
+        *(_norm_weights("feedforward_norm", shape) if before else []),
         *(
             _linear_weights(ffn, shape, biased="feedforward" in biased)
             if mixture is None
             else mixture_weights(mixture, [name.removeprefix("feedforward.") for name in ffn])
         ),
+        *(_norm_weights("feedforward_post_norm", shape) if after else []),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from plait.errors import PlaitError
 from plait.model.parts import latent_attention
 from plait.model.parts.mixture import RECIPE_NAMES, mixture_of_keys
-from plait.model.shape import ModelShape, parameter_count
+from plait.model.shape import GATED, ModelShape, parameter_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def _parameters_of(size: str, vocabulary: int) -> int:
 
 def default_ffn(width: int, activation: str) -> int:
     """8/3 of the width for SwiGLU's three matrices, 4 times the width for two, in multiples of 64 or 256."""
-    if activation != "swiglu":
+    if activation not in GATED:
         return 4 * width
     step = 64 if width < 2048 else 256
     return -(-8 * width // 3 // step) * step

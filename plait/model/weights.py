@@ -198,8 +198,8 @@ def attention_matrices(shape: ModelShape) -> list[tuple[int, ...]]:
 
 
 def rotary_width(shape: ModelShape) -> int:
-    """Numbers of a head that rotary positions turn: all, unless attention is latent."""
-    return shape.latent.rope_width if shape.latent else shape.head_width
+    """Numbers of a head that rotary positions turn: all, unless attention is latent or the shape names fewer."""
+    return shape.latent.rope_width if shape.latent else shape.rotary_width or shape.head_width
 
 
 def kernel_width(shape: ModelShape) -> int:

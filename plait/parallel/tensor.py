@@ -187,7 +187,7 @@ class SharedEmbedding(nn.Module):
 
     def __init__(self, embed: Embedding, shape: ModelShape, stream: SequenceSplit) -> None:
         super().__init__()
-        self.tokens, self.positions = embed.tokens, embed.positions
+        self.tokens, self.positions, self.multiplier = embed.tokens, embed.positions, embed.multiplier
         self.first = first_vocabulary_entry(shape, stream)
         self.stream = stream
 
@@ -204,7 +204,8 @@ class SharedEmbedding(nn.Module):
         entries_n = tokens_bt.flatten() - self.first
         missing_n = (entries_n < 0) | (entries_n >= len(weight_vd))
         found_nd = F.embedding(entries_n.masked_fill(missing_n, 0), weight_vd)
-        return self.stream.scatter(found_nd.masked_fill_(missing_n.unsqueeze(1), 0))
+        own_md = self.stream.scatter(found_nd.masked_fill_(missing_n.unsqueeze(1), 0))
+        return own_md if self.multiplier == 1.0 else own_md * self.multiplier
 
     def _own(self, values_n: Tensor) -> Tensor:
         rows = stream_rows(len(values_n), self.stream.parts)

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from plait.devices import DevicePlace, traits_of
 from plait.machines.measured import WorkKind, WorkTiming
 from plait.model.attention import Documents, Rows, attend
-from plait.model.gpt import GPT, Embedding, Layer, row_positions
-from plait.model.rotary import Rotary
+from plait.model.gpt import GPT, Embedding, Layer, make_rotaries, query_growth, row_positions
 from plait.model.shape import ModelPart, whole_model
-from plait.model.weights import kernel_width, rotary_width
+from plait.model.weights import kernel_width
 from plait.parallel.compile import compile_layer
 from plait.parallel.gradient_norm import clip_factor
 from plait.parallel.sharded_model import unsharded
@@ -147,12 +146,14 @@ def _layer_runs(model: ProbedModel, request: ProbeRequest, device: torch.device,
     layer = _small_weights(Layer(shape, 0).to(device))
     if request.compile == "blocks":
         compile_layer(layer)
-    rotary = Rotary(sequence=model.sequence, head_width=rotary_width(shape), theta=shape.rope_theta, scaling=shape.rope)
+    rotary, window_rotary = make_rotaries(shape, model.sequence)
     positions = row_positions(torch.empty(model.sequences, model.sequence, device=device))
     rows = Rows(
         rows=model.sequences,
         tokens=model.sequence,
-        rotation=rotary(positions, torch.float32) if shape.positions == "rope" else None,
+        rotation=None if rotary is None else rotary(positions, torch.float32),
+        window_rotation=None if window_rotary is None else window_rotary(positions, torch.float32),
+        query_growth=query_growth(shape, positions, torch.float32),
         documents=Documents(lengths=(model.sequence,) * model.sequences).on(device, longest=model.sequence),
         cache=None,
     )

@@ -11,7 +11,7 @@ from plait.checked_json import parse_json, typed_value
 from plait.devices import DEVICE_TRAITS, DeviceName, DevicePlace
 from plait.errors import PlaitError
 from plait.machines.machine import Machine
-from plait.model.shape import ModelShape
+from plait.model.shape import ModelShape, is_gated
 from plait.model.sizes import named_shape
 from plait.model.weights import attention_matrices, training_flops_per_token
 from plait.partition.execution import Compile, MatmulBackend
@@ -172,7 +172,7 @@ def brief_request(request: ProbeRequest) -> ProbeRequest:
 def layer_products(model: ProbedModel) -> tuple[tuple[int, int, int], ...]:
     """(rows, inner, columns) of the products in one layer's forward pass, each as often as the layer has it."""
     shape, tokens = model.shape, model.tokens
-    widen = [(tokens, shape.width, shape.ffn)] * (2 if shape.activation == "swiglu" else 1)
+    widen = [(tokens, shape.width, shape.ffn)] * (2 if is_gated(shape) else 1)
     return (
         *((tokens, inner, columns) for columns, inner in attention_matrices(shape)),
         *widen,

@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 SEQUENCE, VOCABULARY = 24, 61
 FAMILY_NAMES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 MIXTURE_NAMES = ("mixtral", "olmoe", "qwen3_moe")
+LATER_NAMES = ("gemma3_text", "olmo2", "olmo3", "phi3", "smollm3", "granite", "ministral3", "glm4", "gemma", "glm")
 
 
 def random_config(seed: int) -> Any:
@@ -21,6 +22,152 @@ def random_config(seed: int) -> Any:
     family = FAMILY_NAMES[seed % len(FAMILY_NAMES)]
     values = gpt2_values(draw) if family == "gpt2" else llama_values(family, draw)
     return CONFIG_MAPPING[family](**values, initializer_range=0.15, attn_implementation="sdpa")
+
+
+def random_later_config(seed: int) -> Any:
+    """A config of one of the families with parts of their own, each in turn."""
+    draw = random.Random(2000 + seed)
+    family = LATER_NAMES[seed % len(LATER_NAMES)]
+    values = {**base_values(draw), **LATER_VALUES[family](draw)}
+    return CONFIG_MAPPING[family](**values, initializer_range=0.15, attn_implementation="sdpa")
+
+
+def base_values(draw: random.Random) -> dict[str, Any]:
+    """Sizes of a small decoder; its heads are as wide as the model's width over their number."""
+    kv_heads, group, head_dim = draw.choice((1, 2, 3)), draw.choice((1, 2, 3)), draw.choice((4, 6, 8, 16))
+    return {
+        "hidden_size": kv_heads * group * head_dim,
+        "intermediate_size": draw.choice((33, 80)),
+        "num_hidden_layers": draw.choice((1, 2, 3, 5)),
+        "num_attention_heads": kv_heads * group,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": draw.choice((SEQUENCE, 4 * SEQUENCE)),
+        "rms_norm_eps": draw.choice((1e-5, 1e-6)),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "rope_parameters": rope_values(draw),
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    }
+
+
+def kinds_values(draw: random.Random, values: dict[str, Any]) -> dict[str, Any]:
+    layers = values["num_hidden_layers"]
+    kinds = [draw.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    return {"layer_types": draw.choice((None, kinds)), "sliding_window": draw.choice((1, 5, 100))}
+
+
+def nested_rope(draw: random.Random, full_theta: float, theta: float) -> dict[str, Any]:
+    table = {**rope_values(draw), "rope_theta": draw.choice((full_theta, 500.0))}
+    return {
+        "full_attention": table,
+        "sliding_attention": {"rope_type": "default", "rope_theta": draw.choice((theta, 300.0))},
+    }
+
+
+def gemma3_values(draw: random.Random) -> dict[str, Any]:
+    values = base_values(draw)
+    heads = values["num_attention_heads"]
+    return {
+        **values,
+        **kinds_values(draw, values),
+        "hidden_size": heads * draw.choice((4, 8)),
+        "head_dim": draw.choice((4, 8, 16)),
+        "rope_parameters": draw.choice((None, nested_rope(draw, 1e6, 1e4))),
+        "query_pre_attn_scalar": draw.choice((4, 8, 13, 256)),
+        "attention_bias": draw.random() < 0.3,
+    }
+
+
+def olmo_values(draw: random.Random) -> dict[str, Any]:
+    return {"attention_bias": draw.random() < 0.5}
+
+
+def olmo3_values(draw: random.Random) -> dict[str, Any]:
+    values = base_values(draw)
+    rope = draw.choice((None, nested_rope(draw, 500_000.0, 500_000.0)))
+    return {**values, **kinds_values(draw, values), **olmo_values(draw), "rope_parameters": rope}
+
+
+def phi3_values(draw: random.Random) -> dict[str, Any]:
+    values = base_values(draw)
+    head_dim = draw.choice((4, 8, 16))
+    share = draw.choice((1.0, 0.5, 0.5))
+    original = draw.choice((8, 16, SEQUENCE, 2 * SEQUENCE))
+    pairs = int(head_dim * share) // 2
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": draw.choice((1e4, 500.0))}
+    if draw.random() < 0.7:
+        rope["rope_type"] = "longrope"
+        rope |= {name: [draw.uniform(1, 4) for _ in range(pairs)] for name in ("short_factor", "long_factor")}
+        rope |= draw.choice(({}, {"attention_factor": 1.2}, {"factor": 4.0}))
+    rope["partial_rotary_factor"] = share
+    return {
+        **values,
+        "hidden_size": values["num_attention_heads"] * head_dim,
+        "sliding_window": draw.choice((None, 1, 5, 100)),
+        "original_max_position_embeddings": original,
+        "rope_parameters": rope,
+    }
+
+
+def smollm3_values(draw: random.Random) -> dict[str, Any]:
+    values = base_values(draw)
+    layers, windowed = values["num_hidden_layers"], draw.random() < 0.3
+    rotated = [draw.choice((0, 1)) for _ in range(layers)]
+    return {
+        **values,
+        "no_rope_layers": draw.choice((None, rotated)),
+        "no_rope_layer_interval": draw.choice((1, 2, 4)),
+        "use_sliding_window": windowed,
+        "sliding_window": draw.choice((1, 5)) if windowed else None,
+        "attention_bias": draw.random() < 0.3,
+        "mlp_bias": draw.random() < 0.3,
+    }
+
+
+def granite_values(draw: random.Random) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": draw.choice((1.0, 12.0)),
+        "logits_scaling": draw.choice((1.0, 0.3, 8.0)),
+        "residual_multiplier": draw.choice((1.0, 0.22)),
+        "attention_multiplier": draw.choice((1.0, 0.015625, 0.25)),
+        "attention_bias": draw.random() < 0.3,
+        "mlp_bias": draw.random() < 0.3,
+    }
+
+
+def ministral3_values(draw: random.Random) -> dict[str, Any]:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": draw.choice((0.1, 0.5, 0.0))}
+    return {
+        "head_dim": draw.choice((4, 8, 16)),
+        "sliding_window": draw.choice((None, 1, 5, 100)),
+        "rope_parameters": {**rope, "original_max_position_embeddings": draw.choice((5, 8, 16))},
+    }
+
+
+def glm4_values(draw: random.Random) -> dict[str, Any]:
+    rope = {**rope_values(draw), **draw.choice(({}, {"partial_rotary_factor": 1.0}))}
+    return {"head_dim": draw.choice((4, 8, 16)), "attention_bias": draw.random() < 0.5, "rope_parameters": rope}
+
+
+def gemma_values(draw: random.Random) -> dict[str, Any]:
+    return {"head_dim": draw.choice((4, 8, 16)), "attention_bias": draw.random() < 0.3}
+
+
+LATER_VALUES = {
+    "gemma3_text": gemma3_values,
+    "olmo2": olmo_values,
+    "olmo3": olmo3_values,
+    "phi3": phi3_values,
+    "smollm3": smollm3_values,
+    "granite": granite_values,
+    "ministral3": ministral3_values,
+    "glm4": glm4_values,
+    "gemma": gemma_values,
+    "glm": glm4_values,
+}
 
 
 def random_mixture_config(seed: int) -> Any:
@@ -129,5 +276,6 @@ def random_model(config: Any, seed: int = 5) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
         if weight.ndim == 1:
-            nn.init.normal_(weight, mean=0.0 if name.endswith("bias") else 1.0, std=0.1)
+            offset = type(model).__name__.startswith("Gemma")
+            nn.init.normal_(weight, mean=0.0 if name.endswith("bias") or offset else 1.0, std=0.1)
     return model.eval()

@@ -22,7 +22,14 @@ from plait.interop.config_out import config_of_shape
 from plait.interop.read_weights import load_model_from, read_boxes
 from plait.model.gpt import GPT
 from plait.partition.boxes import whole_box
-from tests.interop.random_models import SEQUENCE, VOCABULARY, random_config, random_model
+from tests.interop.random_models import (
+    LATER_NAMES,
+    SEQUENCE,
+    VOCABULARY,
+    random_config,
+    random_later_config,
+    random_model,
+)
 from tests.matrix import CASES, few_fast
 
 EVERY_DAY, ALL = range(10), range(10, 10 + CASES // 2)
@@ -40,28 +47,36 @@ SMALL = {
 
 
 class Float64Norm(nn.Module):
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
+        self.weight, self.eps, self.offset = weight, eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
+        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * (self.offset + self.weight)
 
 
 class Float64Rotary(nn.Module):
-    """Transformers' own formulas in float64; `inv_freq` is what its float32 gives, to compare with."""
+    """Transformers' own formulas in float64; the module's frequencies are what its float32 gives, to compare with."""
 
-    def __init__(self, config: Any, inv_freq: Tensor) -> None:
+    def __init__(self, config: Any, theirs: Any) -> None:
         super().__init__()
-        rope = config.rope_parameters
+        tables = config.rope_parameters
+        nested = "rope_type" not in tables
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim))
-        self.frequencies, self.scale = FORMULAS[rope["rope_type"]](plain, rope)
-        torch.testing.assert_close(self.frequencies, inv_freq.double(), rtol=1e-5, atol=0)
+        self.tables: dict[str | None, tuple[Tensor, float]] = {}
+        for kind in theirs.layer_types if nested else [None]:
+            rope = tables[kind] if nested else tables
+            turned = int(dim * rope.get("partial_rotary_factor", 1.0))
+            plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, turned, 2, dtype=torch.float64) / turned))
+            long = {"longest": config.max_position_embeddings, "tokens": SEQUENCE}
+            self.tables[kind] = FORMULAS[rope["rope_type"]](plain, {**rope, **long})
+            found = getattr(theirs, f"{kind}_inv_freq" if nested else "inv_freq")
+            torch.testing.assert_close(self.tables[kind][0], found.double(), rtol=1e-5, atol=0)
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * self.frequencies.repeat(2)
-        return angles.cos() * self.scale, angles.sin() * self.scale
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        frequencies, scale = self.tables[layer_type]
+        angles = position_ids[..., None].double() * frequencies.repeat(2)
+        return angles.cos() * scale, angles.sin() * scale
 
 
 def llama3_formula(plain: Tensor, rope: dict[str, Any]) -> tuple[Tensor, float]:
@@ -89,7 +104,17 @@ def yarn_formula(plain: Tensor, rope: dict[str, Any]) -> tuple[Tensor, float]:
     return plain / factor * ramp + plain * (1 - ramp), scale or 0.1 * math.log(factor) + 1
 
 
+def longrope_formula(plain: Tensor, rope: dict[str, Any]) -> tuple[Tensor, float]:
+    original = rope["original_max_position_embeddings"]
+    factors = rope["long_factor" if rope["tokens"] > original else "short_factor"]
+    factor = rope.get("factor") or rope["longest"] / original
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return plain / torch.tensor(factors, dtype=torch.float64), rope.get("attention_factor") or scale
+
+
 FORMULAS: dict[str, Any] = {
+    "dynamic": lambda plain, rope: (plain, 1.0),
+    "longrope": longrope_formula,
     "default": lambda plain, rope: (plain, 1.0),
     "linear": lambda plain, rope: (plain / rope["factor"], 1.0),
     "llama3": llama3_formula,
@@ -101,10 +126,20 @@ def in_float64(theirs: PreTrainedModel) -> None:
     theirs.double()
     for module in list(theirs.modules()):
         for name, child in list(module.named_children()):
+            kind: Any = child
             if type(child).__name__.endswith("RMSNorm"):
-                setattr(module, name, Float64Norm(child.weight, child.variance_epsilon))
+                eps = getattr(kind, "eps", None) or kind.variance_epsilon
+                setattr(module, name, Float64Norm(kind.weight, eps, float("Gemma" in type(child).__name__)))
             elif type(child).__name__.endswith("RotaryEmbedding"):
-                setattr(module, name, Float64Rotary(theirs.config, child.inv_freq))
+                setattr(module, name, Float64Rotary(theirs.config, child))
+            elif type(child).__name__ == "Ministral3Attention":  # by which its queries grow
+                child.register_forward_pre_hook(with_exact_positions, with_kwargs=True)
+            elif type(child).__name__.endswith("ScaledWordEmbedding"):
+                kind.embed_scale.fill_(kind.scalar_embed_scale)
+
+
+def with_exact_positions(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return inputs, {**named, "position_ids": named["position_ids"].double()}
 
 
 def in_float64_here(folder: Path, sequence: int = SEQUENCE) -> GPT:
@@ -114,14 +149,14 @@ def in_float64_here(folder: Path, sequence: int = SEQUENCE) -> GPT:
     return ours
 
 
-def check(seed: int, folder: Path) -> None:
-    theirs = random_model(random_config(seed))
+def check(config: Any, seed: int, folder: Path) -> None:
+    theirs = random_model(config)
     theirs.save_pretrained(folder)
     tokens_bt = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         ours = load_model_from(read_base_model(folder), SEQUENCE, CPU)
         scores, wanted = ours.logits(ours(tokens_bt)), theirs(tokens_bt).logits.flatten(0, 1)
-        assert wanted.std() > 0.1
+        assert wanted.std() > 0.01
         torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
         in_float64(theirs)
         ours = in_float64_here(folder)
@@ -131,13 +166,24 @@ def check(seed: int, folder: Path) -> None:
 
 @pytest.mark.parametrize("seed", EVERY_DAY)
 def test_scores_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
-    check(seed, tmp_path)
+    check(random_config(seed), seed, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", ALL)
 def test_scores_of_many_more_are(seed: int, tmp_path: Path) -> None:
-    check(seed, tmp_path)
+    check(random_config(seed), seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(len(LATER_NAMES)))
+def test_scores_of_later_families_are_those_of_transformers(seed: int, tmp_path: Path) -> None:
+    check(random_later_config(seed), seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(len(LATER_NAMES), len(LATER_NAMES) * (1 + CASES // 4)))
+def test_scores_of_many_more_of_later_families_are(seed: int, tmp_path: Path) -> None:
+    check(random_later_config(seed), seed, tmp_path)
 
 
 @pytest.mark.parametrize("mixed", [True, False])
@@ -163,11 +209,20 @@ def test_a_mistral_with_kinds_of_layers_is_what_transformers_calls_a_ministral(m
 @pytest.mark.parametrize("seed", few_fast([*EVERY_DAY, *ALL], *EVERY_DAY))
 def test_a_config_that_is_written_means_the_same_to_both(seed: int, tmp_path: Path) -> None:
     """Read by transformers again, and by plait from each version's keys alone."""
-    config = random_config(seed)
+    check_written(random_config(seed), tmp_path)
+
+
+@pytest.mark.parametrize("seed", few_fast(range(5 * len(LATER_NAMES)), *range(len(LATER_NAMES))))
+def test_a_config_of_a_later_family_does_as_well(seed: int, tmp_path: Path) -> None:
+    check_written(random_later_config(seed), tmp_path)
+
+
+def check_written(config: Any, tmp_path: Path) -> None:
     shape = shape_of_config(config.to_dict())
     written = config_of_shape(shape, "float32", config.model_type)
     assert written["model_type"] == config.model_type
-    for dropped in ((), ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")):
+    older = ("dtype",) if config.model_type in ("olmo3", "ministral3") else ("rope_parameters", "dtype")
+    for dropped in ((), older, ("rope_theta", "rope_scaling", "torch_dtype")):
         assert shape_of_config({key: value for key, value in written.items() if key not in dropped}) == shape
     (tmp_path / "config.json").write_text(json.dumps(written))
     assert shape_of_config(AutoConfig.from_pretrained(tmp_path).to_dict()) == shape

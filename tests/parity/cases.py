@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from plait.layout import Layout
 from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant
-from plait.model.rope_scaling import RopeScaling
+from plait.model.rope_scaling import RopeScaling, WindowRope
 from plait.model.shape import ModelShape, linear_layers
 
 YARN = RopeScaling(kind="yarn", factor=4.0, original_sequence=16, table_scale=1.1)
@@ -24,9 +24,25 @@ FAMILIES: dict[str, ModelShape] = {
         LLAMA, windows=(16,) * 8, bias="feedforward", positions="learned", learned_positions=80,
         attention_scale="head and layer", tied=True,
     ),
+    "normed twice": replace(
+        LLAMA, kv_heads=2, head_width=16, qk_norm=True, norm_places="both", norm_weight="one plus", activation="geglu",
+        embedding_multiplier=8.0, attention_multiplier=0.2, windows=(16, 0) * 4, tied=True,
+        rope=RopeScaling(kind="linear", factor=8.0), window_rope=WindowRope(theta=300.0),
+    ),
+    "multiplied": replace(
+        LLAMA, norm_places="after", embedding_multiplier=3.0, residual_multiplier=0.3, logit_divisor=5.0,
+        attention_multiplier=0.5, unrotated_layers=(3, 7), bias="all", tied=True,
+    ),
+    "partly rotated": replace(
+        LLAMA, kv_heads=2, bias="qkv", rotary_width=4, rotary_pairs="neighbors", query_growth=0.3, query_growth_after=8,
+        rope=RopeScaling(
+            kind="longrope", factor=2.0, original_sequence=32, table_scale=1.1, short_factors=(1.0, 2.0),
+            long_factors=(2.0, 5.0),
+        ),
+    ),
 }  # fmt: skip
 """Between them: biases, tied heads, grouped and single key/value heads, norms of queries and keys, windows, stretched
-rotary positions, tables longer than a sequence."""
+rotary positions, tables longer than a sequence; the parts of Gemma 3, Granite, OLMo, GLM-4, Phi 3 and Ministral 3."""
 
 EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "replicate": ("gpt2", Layout(replicate=3)),
@@ -44,6 +60,12 @@ EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "windows, context × tensor": ("windows", Layout(context=2, tensor=2)),
     "windows, pipeline × context": ("scaled", Layout(pipeline=2, stage_layers=(4, 4), context=2)),
     "pipeline × shard": ("llama", Layout(pipeline=2, stage_layers=(3, 5), shard=2)),
+    "normed twice, context × tensor": ("normed twice", Layout(context=2, tensor=2)),
+    "normed twice, parameters": ("normed twice", Layout(shard=2, shard_what="parameters", recompute="full")),
+    "multiplied, pipeline × tensor": ("multiplied", Layout(pipeline=2, stage_layers=(5, 3), tensor=2)),
+    "multiplied, copies": ("multiplied", Layout(replicate=2)),
+    "partly rotated, shard × tensor": ("partly rotated", Layout(shard=2, tensor=2)),
+    "partly rotated, context": ("partly rotated", Layout(context=2)),
 }
 
 EACH_KIND = (
@@ -188,6 +210,8 @@ ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
     "one target": (adapted("qwen3", targets=("feedforward.down",)), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),
     "rank 1": (adapted("gpt2", rank=1), Layout(shard=2, tensor=2, shard_what="parameters")),
     "tied ends": (adapted("qwen2"), Layout(pipeline=2, stage_layers=_TWO)),
+    "normed twice": (adapted("normed twice"), Layout(context=2, tensor=2)),
+    "multiplied": (adapted("multiplied"), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),
     "interleaved": (adapted("gpt2"), Layout(pipeline=2, stage_layers=_VIRTUAL, schedule="interleaved")),
     "replicate × parameters": (adapted("gpt2"), Layout(replicate=2, shard=2, shard_what="parameters")),
     "pipeline × parameters": (

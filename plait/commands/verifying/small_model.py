@@ -8,7 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import lcm
 
-from plait.commands.verifying.small_parts import shrunk_latent, shrunk_mixture, shrunk_objectives, widened_latent
+from plait.commands.verifying.small_parts import (
+    longrope_for,
+    shrunk_latent,
+    shrunk_mixture,
+    shrunk_objectives,
+    shrunk_positions,
+    widened_latent,
+)
 from plait.devices import DeviceName
 from plait.layout import Layout
 from plait.model.parts.objectives import OBJECTIVE_KEYS, objectives_of_keys
@@ -114,6 +121,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         mixture=shrunk_mixture(shape.mixture, layers, ffn, layout.expert) if shape.mixture else None,
         objectives=shrunk_objectives(shape.objectives, shape.layers, layers),
         windows=_shrunk_windows(shape, layers),
+        **shrunk_positions(shape, layers, head_width),
         learned_positions=sequence + 3 if shape.learned_positions else 0,
         width=width,
         heads=heads,
@@ -146,6 +154,8 @@ def plan_for_device(plan: Plan, device: DeviceName, precision: Precision) -> Pla
         width=8 * old.width,
         head_width=8 * old.head_width,
         ffn=8 * old.ffn,
+        rotary_width=8 * old.rotary_width,
+        **longrope_for(old, 8 * (old.rotary_width or old.head_width)),
         mixture=replace(old.mixture, expert_ffn=8 * old.mixture.expert_ffn) if old.mixture else None,
         latent=widened_latent(old.latent, 8) if old.latent else None,
         vocabulary=8 * old.vocabulary,

@@ -6,15 +6,21 @@ Pure: values in, values out.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle, islice
 from math import lcm
+from typing import Any
 
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.parts.mixture import MixtureShape
 from plait.model.parts.objectives import ObjectivesShape
+from plait.model.rope_scaling import RopeScaling
+from plait.model.shape import ModelShape
 
 SHRUNK_EXPERTS, SHRUNK_EXPERT_GROUPS, SHRUNK_BIAS_RATE, SHRUNK_Z_WEIGHT = 5, 3, 0.05, 0.1
 SHRUNK_DEPTHS = 2
 """Depths of prediction ahead: the second reads the first one's stream."""
+SHRUNK_GROWTH_AFTER = 2
+"""Tokens after which queries begin to grow in a small model."""
 SHRUNK_CAPACITY = 0.8
 """Capacity of a small model's experts if the large model's have one: some choices are dropped at each step."""
 
@@ -56,6 +62,38 @@ def shrunk_objectives(objectives: ObjectivesShape, layers: int, small: int) -> O
         head_weights=tuple(weights[places[place]] for place in sorted(places)),
         ahead=min(objectives.ahead, SHRUNK_DEPTHS),
     )
+
+
+def shrunk_positions(shape: ModelShape, layers: int, head_width: int) -> dict[str, Any]:
+    """The fields that say which layers and numbers rotary positions turn, in a small model that still has both kinds of
+    each; queries grow within its few tokens."""
+    rotary_width = head_width // 2 if shape.rotary_width else 0
+    unrotated = shape.unrotated_layers
+    every = len(unrotated) == shape.layers
+    return {
+        "rotary_width": rotary_width,
+        "unrotated_layers": tuple(at for at in range(layers) if unrotated and (every or at % 2)),
+        "query_growth_after": SHRUNK_GROWTH_AFTER if shape.query_growth else 0,
+        **longrope_for(shape, rotary_width or head_width),
+    }
+
+
+def longrope_for(shape: ModelShape, rotary_width: int) -> dict[str, Any]:
+    """The fields of rotary positions with one factor of longrope for each pair of another width."""
+    own = shape.window_rope
+    scaling = own and own.scaling
+    return {
+        "rope": _with_factors(shape.rope, rotary_width),
+        "window_rope": own and replace(own, scaling=_with_factors(scaling or None, rotary_width)),
+    }
+
+
+def _with_factors(scaling: RopeScaling | None, rotary_width: int) -> RopeScaling | None:
+    if scaling is None or scaling.kind != "longrope":
+        return scaling
+    pairs = rotary_width // 2
+    each = [tuple(islice(cycle(factors), pairs)) for factors in (scaling.short_factors, scaling.long_factors)]
+    return replace(scaling, short_factors=each[0], long_factors=each[1])
 
 
 def shrunk_latent(latent: LatentAttentionShape, head_width: int) -> LatentAttentionShape:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from plait.errors import PlaitError
+from plait.interop.configs.parts import ConfigPart, layers_of
+from plait.interop.configs.rope_values import RopeRules, rope_of_config
 from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of, require
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
-
-LATENT_FAMILY = "deepseek_v3"
 
 
 def latent_of_config(values: ConfigValues, rope: ConfigValues) -> LatentAttentionShape:
@@ -94,3 +94,23 @@ def latent_values(shape: ModelShape) -> dict[str, Any]:
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     }
+
+
+LATENT_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def _read(values: ConfigValues) -> dict[str, Any]:
+    _, scaling, rope = rope_of_config(values, RopeRules(kinds=LATENT_KINDS))
+    return {
+        "head_width": count_of(values, "qk_nope_head_dim"),
+        "latent": latent_of_config(values, rope if scaling else {}),
+        "mixture": deepseek_mixture(values, layers_of(values)),
+    }
+
+
+LATENT_AND_EXPERTS = ConfigPart(
+    keys=("attention_bias", "rope_interleave", "head_dim", "n_routed_experts", "moe_intermediate_size"),
+    read=_read,
+    write=latent_values,
+)
+"""DeepSeek-V3's attention and experts."""

@@ -5,29 +5,53 @@ from __future__ import annotations
 from typing import Any
 
 from plait.errors import PlaitError
+from plait.interop.configs.parts import ConfigPart, layers_of
 from plait.interop.configs.values import ConfigValues, count_of, flag_of, require
 from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 
-MIXTURE_FAMILIES = {"mixtral": "num_local_experts", "olmoe": "num_experts", "qwen3_moe": "num_experts"}
-"""Each with the key of its number of experts."""
 
+def experts(number: str, *, width: str, normalizes: str = "", sparse: str = "all") -> ConfigPart:
+    """Softmax experts: the keys of their number, of their width, and of whether a token's weights add up to 1 ("": they
+    do). `sparse` "listed": decoder_sparse_step and mlp_only_layers say which layers have them."""
 
-def mixture_of_config(family: str, values: ConfigValues, layers: int) -> MixtureShape:
-    """The experts of a family's model; raises PlaitError for what plait does not compute."""
-    require(values, "clip_qkv", (None,))
-    require(values, "router_jitter_noise", (0.0, 0, None))
-    dense, every, plain = _sparse_layers(values, layers) if family == "qwen3_moe" else (0, 1, ())
-    return MixtureShape(
-        experts=count_of(values, MIXTURE_FAMILIES[family]),
-        experts_per_token=count_of(values, "num_experts_per_tok"),
-        expert_ffn=count_of(values, "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"),
-        router="softmax",
-        normalize=True if family == "mixtral" else flag_of(values, "norm_topk_prob"),
-        dense_layers=dense,
-        every=every,
-        plain_layers=plain,
-    )
+    def read(values: ConfigValues) -> dict[str, Any]:
+        require(values, "clip_qkv", (None,))
+        require(values, "router_jitter_noise", (0.0, 0, None))
+        layers = layers_of(values)
+        dense, every, plain = _sparse_layers(values, layers) if sparse == "listed" else (0, 1, ())
+        mixture = MixtureShape(
+            experts=count_of(values, number),
+            experts_per_token=count_of(values, "num_experts_per_tok"),
+            expert_ffn=count_of(values, width),
+            router="softmax",
+            normalize=flag_of(values, normalizes) if normalizes else True,
+            dense_layers=dense,
+            every=every,
+            plain_layers=plain,
+        )
+        return {"mixture": mixture}
+
+    def write(shape: ModelShape) -> dict[str, Any]:
+        mixture = shape.mixture
+        if mixture is None:
+            return {}
+        values: dict[str, Any] = {
+            "num_experts_per_tok": mixture.experts_per_token,
+            number: mixture.experts,
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.0,
+        }
+        if normalizes:
+            values[normalizes] = mixture.normalize
+        if sparse == "listed":
+            dense = [layer for layer in range(mixture.dense_layers) if (layer + 1) % mixture.every == 0]
+            values["decoder_sparse_step"] = mixture.every
+            values["mlp_only_layers"] = sorted({*dense, *mixture.plain_layers})
+        return {**values, width: mixture.expert_ffn}
+
+    keys = (number, width, "num_experts_per_tok", "clip_qkv", "router_jitter_noise")
+    return ConfigPart(keys=(*keys, *([normalizes] if normalizes else [])), read=read, write=write)
 
 
 def _sparse_layers(values: ConfigValues, layers: int) -> tuple[int, int, tuple[int, ...]]:
@@ -45,26 +69,3 @@ def _sparse_layers(values: ConfigValues, layers: int) -> tuple[int, int, tuple[i
     if first < 0 or sparse != list(range(sparse[0], layers, every)):
         return 0, step, tuple(sorted(layer for layer in dense if layer in range(step - 1, layers, step)))
     return first, every, ()
-
-
-def mixture_values(family: str, shape: ModelShape) -> dict[str, Any]:
-    """The keys of config.json for a shape's experts in one of these families; empty where it has none."""
-    mixture = shape.mixture
-    if mixture is None or family not in MIXTURE_FAMILIES:
-        return {}
-    values: dict[str, Any] = {
-        "num_experts_per_tok": mixture.experts_per_token,
-        MIXTURE_FAMILIES[family]: mixture.experts,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.0,
-    }
-    if family != "mixtral":
-        values["norm_topk_prob"] = mixture.normalize
-    if family == "qwen3_moe":
-        dense = [layer for layer in range(mixture.dense_layers) if (layer + 1) % mixture.every == 0]
-        dense = sorted({*dense, *mixture.plain_layers})
-        values |= {"moe_intermediate_size": mixture.expert_ffn, "decoder_sparse_step": mixture.every}
-        values |= {"mlp_only_layers": dense}
-    else:
-        values["intermediate_size"] = mixture.expert_ffn
-    return values

@@ -1,54 +1,232 @@
-"""Rotary positions in config.json, as transformers 4 and as transformers 5 say them."""
+"""Rotary positions in config.json, as transformers 4 and as transformers 5 say them, read and written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log, sqrt
 from typing import Any
 
 from plait.errors import PlaitError
+from plait.interop.configs.parts import ConfigPart, Fields, head_width_of
 from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of
-from plait.model.rope_scaling import RopeScaling, yarn_table_scale
+from plait.interop.configs.window_values import FULL, SLIDING
+from plait.model.rope_scaling import RopeScaling, WindowRope, yarn_table_scale
+from plait.model.shape import ModelShape
+
+USUAL_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+_MOVED = ("llama3", "yarn", "longrope")
+"""Types with an original_max_position_embeddings, which may stand beside their table."""
 
 
-def rope_of_config(values: ConfigValues, default_theta: float) -> tuple[float, RopeScaling | None, ConfigValues]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeRules:
+    """How a family says its rotary positions."""
+
+    theta: float = 10_000.0
+    """rope_theta where config.json has none."""
+    kinds: tuple[str, ...] = USUAL_KINDS
+    renamed: Mapping[str, str] | None = None
+    """Older names of a type."""
+    share: float = 0.0
+    """partial_rotary_factor where config.json has none; 0: the family turns whole heads only."""
+    grows: bool = False
+    """Whether queries grow with the position (llama_4_scaling_beta)."""
+
+
+def rotary(own: RopeRules) -> ConfigPart:
+    """One rotary base for all layers."""
+
+    def read(values: ConfigValues) -> Fields:
+        base, scaling, table = rope_of_config(values, own)
+        return {
+            "rope_theta": base,
+            "rope": scaling,
+            **({"rotary_width": _rotary_width(values, table, own)} if own.share else {}),
+            **(_growth(values, table) if own.grows else {}),
+        }
+
+    def write(shape: ModelShape) -> Fields:
+        extra: dict[str, Any] = {}
+        if own.share:
+            extra["partial_rotary_factor"] = _share_of(shape)
+        if own.grows:
+            extra |= {
+                "llama_4_scaling_beta": shape.query_growth,
+                "original_max_position_embeddings": shape.query_growth_after
+                or (shape.rope.original_sequence if shape.rope else 0)
+                or shape.sequence,
+            }
+        beside = {key: value for key, value in extra.items() if key == "partial_rotary_factor"}
+        return {**_written(shape, extra), **beside}
+
+    keys = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
+    return ConfigPart(keys=(*keys, *(["partial_rotary_factor"] if own.share else [])), read=read, write=write)
+
+
+def rotary_by_kind(*, theta: float, window_theta: float, window_key: str = "") -> ConfigPart:
+    """A rotary base for layers with a window and one for the others (Gemma 3, OLMo 3): tables within rope_parameters,
+    or the older rope_theta, rope_scaling and `window_key`."""
+
+    def read(values: ConfigValues) -> Fields:
+        everywhere, windowed = _tables_by_kind(values)
+        beside = values.get("rope_theta")
+        if beside is not None and windowed.get("rope_theta") is None and not window_key and beside != window_theta:
+            raise PlaitError(
+                f"rope_theta in config.json is {beside!r:.40}, and transformers 5 takes {window_theta:g} for layers "
+                "with a window; write both into rope_parameters"
+            )
+        base = _one_theta(everywhere, beside, theta)
+        own = _one_theta(windowed, values.get(window_key) if window_key else None, window_theta)
+        scaling, window_scaling = (_scaling_by_kind(table, values) for table in (everywhere, windowed))
+        same = (own, window_scaling) == (base, scaling)
+        window_rope = None if same else WindowRope(theta=own, scaling=window_scaling)
+        return {"rope_theta": base, "rope": scaling, "window_rope": window_rope}
+
+    def write(shape: ModelShape) -> Fields:
+        own = shape.window_rope or WindowRope(theta=shape.rope_theta, scaling=shape.rope)
+        older = None if shape.rope is None else _written_table(shape.rope)
+        tables = {
+            FULL: {**_written_table(shape.rope), "rope_theta": shape.rope_theta},
+            SLIDING: {**_written_table(own.scaling), "rope_theta": own.theta},
+        }
+        beside = {window_key: own.theta} if window_key else {}
+        return {"rope_parameters": tables, "rope_theta": shape.rope_theta, **beside, "rope_scaling": older}
+
+    keys = ("rope_parameters", "rope_scaling", "rope_theta", *([window_key] if window_key else []))
+    return ConfigPart(keys=keys, read=read, write=write)
+
+
+def _tables_by_kind(values: ConfigValues) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tables of layers without a window and of those with one."""
+    tables, older = values.get("rope_parameters"), values.get("rope_scaling")
+    for key, table in (("rope_parameters", tables), ("rope_scaling", older)):
+        if table is not None and not isinstance(table, Mapping):
+            raise PlaitError(f"{key} in config.json is not a table of keys and values; correct it")
+    inner = {key: {} if one is None else one for key, one in (tables or {}).items()}
+    for key, table in inner.items():
+        if key not in (FULL, SLIDING) or not isinstance(table, Mapping):
+            raise PlaitError(
+                f"rope_parameters in config.json has {key!r:.40} beside full_attention and sliding_attention, and this "
+                "family has a table for each of these two; correct it"
+            )
+    if older and "rope_type" not in older:
+        raise PlaitError("rope_scaling in config.json has no rope_type, without which transformers 5 drops it; add it")
+    found = dict(inner.get(FULL, {}))
+    for key, value in (older or {}).items():
+        if key in found and found[key] != value and not (key == "rope_type" and found[key] == "default"):
+            raise PlaitError(
+                f"rope_parameters and rope_scaling in config.json disagree: {key} is {found[key]!r:.40} in the one and "
+                f"{value!r:.40} in the other; keep the one that is right"
+            )
+        found[key] = value
+    return found, dict(inner.get(SLIDING, {}))
+
+
+def _one_theta(table: ConfigValues, beside: object, default: float) -> float:
+    said = [one for one in (table.get("rope_theta"), beside) if one is not None]
+    thetas = {number_of({"rope_theta": one}, "rope_theta") for one in said}
+    if len(thetas) > 1:
+        raise PlaitError(
+            f"rope_theta in config.json is {said[0]} in its table of rotary positions and {said[1]} beside it; remove "
+            "the wrong one"
+        )
+    return thetas.pop() if thetas else default
+
+
+def _scaling_by_kind(table: ConfigValues, values: ConfigValues) -> RopeScaling | None:
+    named = _named({name: one for name, one in table.items() if one is not None})
+    _refuse_share(named)
+    if not flag_of(named, "truncate", default=True):
+        raise PlaitError(
+            "truncate in config.json is False, which transformers does not read in tables of kinds of layers"
+        )
+    inside = {**values, "original_max_position_embeddings": None}
+    return _scaling(named.get("rope_type", "default"), named, inside, USUAL_KINDS)
+
+
+def rope_of_config(values: ConfigValues, rules: RopeRules) -> tuple[float, RopeScaling | None, ConfigValues]:
     """theta, how frequencies are stretched, and the table that says so: from `rope_parameters` (transformers 5),
     `rope_scaling` and `rope_theta` (4). Raises PlaitError for what plait does not compute, and for tables that
     disagree."""
-    newer, older = _table(values, "rope_parameters"), _table(values, "rope_scaling")
+    newer, older = (_table(values, key, rules.renamed or {}) for key in ("rope_parameters", "rope_scaling"))
     rope = older or newer  # as in transformers, which drops rope_parameters where rope_scaling stands beside it
-    theta = _theta(values, rope, default_theta)
+    theta = _theta(values, rope, rules.theta)
     if older and newer:
         _refuse_unlike(values, newer, older, theta)
-    for table in (rope, values):
-        share = table.get("partial_rotary_factor")
-        if share is not None and (isinstance(share, bool) or share != 1):
-            raise PlaitError(
-                f"config.json turns {share!s:.40} of each head (partial_rotary_factor); plait turns whole heads only"
-            )
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return theta, None, rope
-    if kind not in ("linear", "llama3", "yarn"):
+    if not rules.share:
+        for table in (rope, values):
+            _refuse_share(table)
+    return theta, _scaling(rope.get("rope_type", "default"), rope, values, rules.kinds), rope
+
+
+def _refuse_share(table: ConfigValues) -> None:
+    share = table.get("partial_rotary_factor")
+    if share is not None and (isinstance(share, bool) or share != 1):
         raise PlaitError(
-            f"rotary positions of type {kind!r} in config.json are none that plait computes: default, linear, llama3, "
-            "yarn; take a model with one of these"
+            f"config.json turns {share!s:.40} of each head (partial_rotary_factor); in this family plait turns whole "
+            "heads only"
         )
-    return theta, _scaling(kind, rope, values), rope
 
 
-def _table(values: ConfigValues, key: str) -> dict[str, Any]:
+def _rotary_width(values: ConfigValues, rope: ConfigValues, rules: RopeRules) -> int:
+    """Numbers of a head that are turned; 0: all."""
+    said = [
+        table["partial_rotary_factor"] for table in (rope, values) if table.get("partial_rotary_factor") is not None
+    ]
+    shares = {number_of({"partial_rotary_factor": one}, "partial_rotary_factor") for one in said}
+    if len(shares) > 1:
+        raise PlaitError(
+            f"partial_rotary_factor in config.json is {said[0]} in its table of rotary positions and {said[1]} beside "
+            "it; remove the wrong one"
+        )
+    share, head_width = shares.pop() if shares else rules.share, head_width_of(values)
+    width = int(head_width * share)
+    if width % 2 or not 0 < width <= head_width:
+        raise PlaitError(
+            f"partial_rotary_factor in config.json is {share:g}, which leaves {width} of a head's {head_width} numbers "
+            "to turn; plait turns an even number of them"
+        )
+    return 0 if width == head_width else width
+
+
+def _share_of(shape: ModelShape) -> float:
+    width = shape.rotary_width or shape.head_width
+    share = width / shape.head_width
+    return share if int(shape.head_width * share) == width else (width + 0.5) / shape.head_width
+
+
+def _growth(values: ConfigValues, rope: ConfigValues) -> Fields:
+    beta = rope.get("llama_4_scaling_beta")
+    if beta is None or isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < 1e6:
+        raise PlaitError(
+            f"llama_4_scaling_beta in config.json's rope_parameters is {beta!r:.40}; it should be at least 0"
+        )
+    moved = rope.get("rope_type", "default") in _MOVED
+    beside = values.get("original_max_position_embeddings") if moved else None
+    after = beside or rope.get("original_max_position_embeddings")
+    after = values.get("max_position_embeddings") if after is None and moved else after
+    after = count_of({"original_max_position_embeddings": after}, "original_max_position_embeddings")
+    return {"query_growth": float(beta), "query_growth_after": after if beta else 0}
+
+
+def _table(values: ConfigValues, key: str, renamed: Mapping[str, str]) -> dict[str, Any]:
     """One of both tables, with the name that transformers 5 gives the type; empty where config.json has none."""
     table = {} if values.get(key) is None else values[key]
     if not isinstance(table, Mapping):
         raise PlaitError(f"{key} in config.json is not a table of keys and values; correct it")
     if any(isinstance(value, Mapping) for value in table.values()):
-        raise PlaitError("config.json has other rotary positions in each kind of layer, which plait does not compute")
-    kept = {
-        name: value
-        for name, value in table.items()
-        if name not in ("type", "rope_type") and (value is not None or name == "truncate")
-    }
-    return {**kept, "rope_type": str(table.get("rope_type") or table.get("type") or "default")} if table else {}
+        raise PlaitError(
+            "config.json has other rotary positions in each kind of layer, which plait does not compute in this family"
+        )
+    named = _named({name: one for name, one in table.items() if one is not None or name == "truncate"})
+    return {**named, "rope_type": renamed.get(named["rope_type"], named["rope_type"])} if table else {}
+
+
+def _named(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table with the name that transformers 5 gives the type."""
+    kept = {name: one for name, one in table.items() if name not in ("type", "rope_type")}
+    return {**kept, "rope_type": str(table.get("rope_type") or table.get("type") or "default")}
 
 
 def _theta(values: ConfigValues, rope: ConfigValues, default: float) -> float:
@@ -84,29 +262,72 @@ def _refuse_unlike(values: ConfigValues, newer: ConfigValues, older: ConfigValue
     )
 
 
-def _scaling(kind: str, rope: ConfigValues, values: ConfigValues) -> RopeScaling:
+def _scaling(kind: str, rope: ConfigValues, values: ConfigValues, kinds: Sequence[str]) -> RopeScaling | None:
+    """How a table of this type stretches frequencies; None: not at all."""
+    if kind not in kinds:
+        raise PlaitError(
+            f"rotary positions of type {kind!r} in config.json are none that plait computes: {', '.join(kinds)}; take "
+            "a model with one of these"
+        )
+    if kind == "default":
+        return None
+    if kind == "longrope":
+        return _longrope(rope, values)
     factor = number_of(rope, "factor")
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)
-    original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    known = {"original": original or values["max_position_embeddings"]}
+    if kind == "dynamic":
+        return RopeScaling(kind="dynamic", factor=factor)
     if kind == "llama3":
         return RopeScaling(
             kind="llama3",
             factor=factor,
-            original_sequence=count_of(known, "original"),
+            original_sequence=_original(rope, values),
             low_frequency=number_of(rope, "low_freq_factor"),
             high_frequency=number_of(rope, "high_freq_factor"),
         )
     return RopeScaling(
         kind="yarn",
         factor=factor,
-        original_sequence=count_of(known, "original"),
+        original_sequence=_original(rope, values),
         beta_fast=number_of({"beta_fast": rope.get("beta_fast") or 32}, "beta_fast"),
         beta_slow=number_of({"beta_slow": rope.get("beta_slow") or 1}, "beta_slow"),
         whole_pairs="yes" if flag_of(rope, "truncate", default=True) else "no",
         table_scale=_yarn_scale(rope, factor),
     )
+
+
+def _original(rope: ConfigValues, values: ConfigValues) -> int:
+    """original_max_position_embeddings: beside the table, in it, or the longest sequence."""
+    key = "original_max_position_embeddings"
+    return count_of({key: values.get(key) or rope.get(key) or values["max_position_embeddings"]}, key)
+
+
+def _longrope(rope: ConfigValues, values: ConfigValues) -> RopeScaling:
+    original = _original(rope, values)
+    longest = count_of(values, "max_position_embeddings")
+    factor = longest / original if rope.get("factor") is None else number_of(rope, "factor")
+    if rope.get("attention_factor") is not None:
+        scale = number_of(rope, "attention_factor")
+    elif original == 1:
+        raise PlaitError("original_max_position_embeddings in config.json is 1, of which longrope can make nothing")
+    else:
+        scale = sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_sequence=original,
+        table_scale=scale,
+        short_factors=_factors(rope, "short_factor"),
+        long_factors=_factors(rope, "long_factor"),
+    )
+
+
+def _factors(rope: ConfigValues, key: str) -> tuple[float, ...]:
+    found = rope.get(key)
+    if not isinstance(found, list) or not found:
+        raise PlaitError(f"{key} in config.json is {found!r:.40}; it should be a list of numbers above 0")
+    return tuple(number_of({key: one}, key) for one in found)
 
 
 def _yarn_scale(rope: ConfigValues, factor: float) -> float:
@@ -116,3 +337,33 @@ def _yarn_scale(rope: ConfigValues, factor: float) -> float:
         scales = [1 + number_of(rope, key) * (yarn_table_scale(factor) - 1) for key in ("mscale", "mscale_all_dim")]
         return scales[0] / scales[1]
     return yarn_table_scale(factor)
+
+
+def _written(shape: ModelShape, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Both forms: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` of 4."""
+    table = {**_written_table(shape.rope), **extra}
+    if shape.latent and shape.latent.mscale_all_dim:
+        table["mscale_all_dim"] = shape.latent.mscale_all_dim
+    theta = {"rope_theta": shape.rope_theta}
+    older = None if shape.rope is None and "llama_4_scaling_beta" not in extra else table
+    beside = {}
+    if shape.rope is not None and shape.rope.kind == "longrope":  # Phi 3's class has one of its own there
+        beside["original_max_position_embeddings"] = shape.rope.original_sequence
+    return {"rope_parameters": {**table, **theta}, **theta, "rope_scaling": older, **beside}
+
+
+def _written_table(scaling: RopeScaling | None) -> dict[str, Any]:
+    if scaling is None:
+        return {"rope_type": "default"}
+    table: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in _MOVED:
+        table["original_max_position_embeddings"] = scaling.original_sequence
+    if scaling.kind == "llama3":
+        table |= {"low_freq_factor": scaling.low_frequency, "high_freq_factor": scaling.high_frequency}
+    if scaling.kind == "yarn":
+        table |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        table |= {"attention_factor": scaling.table_scale, "truncate": scaling.whole_pairs == "yes"}
+    if scaling.kind == "longrope":
+        table |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+        table["attention_factor"] = scaling.table_scale
+    return table

@@ -50,6 +50,23 @@ def check_position_numbers(windows: Sequence[int], layers: int, sequence: int, l
         )
 
 
+def check_rotary_width(rotary_width: int, head_width: int) -> None:
+    """Refuse rotary positions in an odd number of a head's numbers, or in more than it has."""
+    if type(rotary_width) is not int or rotary_width % 2 or not 0 <= rotary_width <= head_width:
+        raise PlaitError(
+            f"rotary positions turn pairs of a head's {head_width} numbers, and rotary_width is {rotary_width}; choose "
+            f"an even one of at most {head_width}"
+        )
+
+
+def check_layer_numbers(name: str, numbers: Sequence[int], layers: int) -> None:
+    """Refuse a list that does not name layers in order, each once."""
+    if list(numbers) != sorted(set(numbers)) or any(type(one) is not int or not 0 <= one < layers for one in numbers):
+        raise PlaitError(
+            f"the model's {name} are {tuple(numbers)}; name layers from 0 to {layers - 1} in order, each once"
+        )
+
+
 def biased_parts(bias: str) -> frozenset[str]:
     """The linear layers that have a bias: "qkv", attention's "output", "feedforward"."""
     attention, feedforward = bias in ("attention", "all"), bias in ("feedforward", "all")

@@ -46,7 +46,7 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     load = busiest_rank_load(w, c)
     inner = ((6.0 if w.gated else 4.0) - less) * _ffn_per_token(w, load) / c.tensor
     routed = sparse * (4.0 - less) * load * w.experts_per_token * w.routed_width / c.tensor
-    streamed = (profile.stream_held_bytes - 2 * less) * w.width / stream
+    streamed = (profile.stream_held_bytes - 2 * less + 4.0 * w.post_norms) * w.width / stream
     narrow = 2.0 * w.adapter_rank * len(w.adapter_targets)
     if w.is_frozen:  # compiled layers norm again where products need it; adapters keep what they are given
         narrow = narrow + 4.0 * w.width / stream

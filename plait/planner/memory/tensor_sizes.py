@@ -80,7 +80,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     gathered, wide = np.where(t > 1, product, 0.0), number * w.ffn / t
     attention = _attention_sizes(w, t, number)
     # Attention's logsumexp, the norms' scales.
-    sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + 2 / t)
+    sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + (2 + w.post_norms) / t)
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
     own = _weight_sizes(w, c)
     fully = c.is_fully_sharded
@@ -89,6 +89,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     rounded = np.where(fully | deferred | (not narrow), 0.0, own["layer_trained"] / 2)
     # The streams before attention and before the feedforward; the normed inputs of their products; attention.
     whole = 2 * stream + product + attention["kept"] + sums + wide_kept * wide
+    whole = whole + w.post_norms * stream  # what they norm, in float32
     whole = whole + number * w.adapter_rank * len(w.adapter_targets)  # between an adapter's two products
     # "selective" keeps the stream, what products give, and attention's outcome.
     # Of a layer with an adapter both its own product and the sum of both.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from plait.model.adapter_shape import AdapterTarget
-from plait.model.shape import ModelShape
+from plait.model.shape import ModelShape, is_gated
 from plait.model.weights import kernel_width, scored_width
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.problem.other_programs import PLAIN_LAYERS, OtherLayers
@@ -82,6 +82,8 @@ class Workload:
     """Weights of one layer's attention where heads do not tell (latent attention, state-space layers); 0: they do."""
     other_layers: OtherLayers = PLAIN_LAYERS
     """What some layers are that plait does not train."""
+    post_norms: int = 0
+    """Norms of one layer behind attention and feed-forward part, beside those in front of them (Gemma 3, GLM-4)."""
     adapter_rank: int = 0
     """Rank of low-rank adapters (LoRA), which alone learn; 0: there are none, and all weights learn."""
     adapter_targets: tuple[AdapterTarget, ...] = ()
@@ -232,7 +234,7 @@ def workload_of(
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         ffn=shape.ffn,
-        gated=shape.activation == "swiglu",
+        gated=is_gated(shape),
         vocabulary=shape.vocabulary,
         tied=shape.tied,
         sequence=sequence,
@@ -240,6 +242,7 @@ def workload_of(
         precision=precision,
         attention=attention,
         moments=moments,
+        post_norms=2 if shape.norm_places == "both" else 0,
         norms_all_heads=shape.qk_norm and shape.qk_norm_width == "all heads",
         **numbers,
         adapter_rank=shape.adapter.rank if shape.adapter else 0,

@@ -1,0 +1,268 @@
+"""Parts of config.json: which fields of a ModelShape some keys say, read and written together.
+
+A family is a tuple of these (families.py): what two families have in common is one part, and no reader knows a
+family's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait.errors import PlaitError
+from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of, require
+from plait.model.shape import Activation, Bias, ModelShape
+
+MOST_LAYERS = 10_000
+Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigPart:
+    """Some keys of config.json and the fields of a ModelShape that they say. `read` raises PlaitError for a value that
+    plait does not compute; `write` may write what says another shape, where the family has no such models."""
+
+    keys: tuple[str, ...]
+    """The keys that it reads."""
+    read: Callable[[ConfigValues], Fields]
+    write: Callable[[ModelShape], Fields]
+
+
+def fixed(**fields: Any) -> ConfigPart:
+    """Fields that every model of a family has; no key says them."""
+    return ConfigPart(keys=(), read=lambda values: fields, write=lambda shape: {})
+
+
+def only(key: str, *known: object, write: bool = True) -> ConfigPart:
+    """A key with the values that plait computes, the first of which a missing key means."""
+
+    def read(values: ConfigValues) -> Fields:
+        require(values, key, known)
+        return {}
+
+    return ConfigPart(keys=(key,), read=read, write=lambda shape: {key: known[0]} if write else {})
+
+
+def unused(**values: Any) -> ConfigPart:
+    """Keys that are written and change nothing where they are read."""
+    return ConfigPart(keys=(), read=lambda config: {}, write=lambda shape: values)
+
+
+def size(key: str, field: str) -> ConfigPart:
+    """A whole number."""
+    return ConfigPart(
+        keys=(key,),
+        read=lambda values: {field: count_of(values, key)},
+        write=lambda shape: {key: getattr(shape, field)},
+    )
+
+
+def number(key: str, field: str) -> ConfigPart:
+    """A number above 0."""
+    return ConfigPart(
+        keys=(key,),
+        read=lambda values: {field: number_of(values, key)},
+        write=lambda shape: {key: getattr(shape, field)},
+    )
+
+
+def flag(key: str, field: str) -> ConfigPart:
+    """True or false; false where it is left out."""
+    return ConfigPart(
+        keys=(key,),
+        read=lambda values: {field: flag_of(values, key)},
+        write=lambda shape: {key: getattr(shape, field)},
+    )
+
+
+def layers_of(values: ConfigValues, key: str = "num_hidden_layers") -> int:
+    """Bounded, so that a bad config cannot exhaust memory."""
+    if (layers := count_of(values, key)) > MOST_LAYERS:
+        raise PlaitError(f"{key} in config.json is {layers}, more than any model has; take the one of these weights")
+    return layers
+
+
+def layers(key: str) -> ConfigPart:
+    """The number of layers."""
+    return ConfigPart(
+        keys=(key,), read=lambda values: {"layers": layers_of(values, key)}, write=lambda shape: {key: shape.layers}
+    )
+
+
+def divided(width: int, heads: int) -> int:
+    """The width of a head; raises PlaitError where heads do not divide the model's width."""
+    if width % heads:
+        raise PlaitError(f"config.json has {heads} heads, which do not divide its width {width}; give head_dim")
+    return width // heads
+
+
+def head_width_of(values: ConfigValues) -> int:
+    """head_dim, or the width over the number of heads where it is left open."""
+    if values.get("head_dim") is not None:
+        return count_of(values, "head_dim")
+    return divided(count_of(values, "hidden_size"), count_of(values, "num_attention_heads"))
+
+
+HEAD_WIDTH = ConfigPart(
+    keys=("head_dim",),
+    read=lambda values: {"head_width": head_width_of(values)},
+    write=lambda shape: {"head_dim": shape.head_width},
+)
+
+
+def _kv_heads(values: ConfigValues) -> Fields:
+    key = "num_key_value_heads" if values.get("num_key_value_heads") is not None else "num_attention_heads"
+    return {"kv_heads": count_of(values, key)}
+
+
+KV_HEADS = ConfigPart(
+    keys=("num_key_value_heads",), read=_kv_heads, write=lambda shape: {"num_key_value_heads": shape.kv_heads}
+)
+SIZES = (
+    size("vocab_size", "vocabulary"),
+    size("hidden_size", "width"),
+    size("intermediate_size", "ffn"),
+    layers("num_hidden_layers"),
+    size("num_attention_heads", "heads"),
+    KV_HEADS,
+)
+REST = (
+    size("max_position_embeddings", "sequence"),
+    number("rms_norm_eps", "norm_eps"),
+    flag("tie_word_embeddings", "tied"),
+    unused(attention_dropout=0.0),
+)
+"""What every decoder after Llama says by the same keys, before and after its head width and activation."""
+
+
+def activation(key: str, ours: Activation, *known: str) -> ConfigPart:
+    """The activation of gated feed-forward parts, and the names that it goes by."""
+
+    def read(values: ConfigValues) -> Fields:
+        require(values, key, known)
+        return {"activation": ours}
+
+    return ConfigPart(keys=(key,), read=read, write=lambda shape: {key: known[0]})
+
+
+SILU = activation("hidden_act", "swiglu", "silu", "swish")
+
+
+def biases(*, attention: str = "", of_attention: Bias = "attention", feedforward: str = "") -> ConfigPart:
+    """The keys that give biases to attention's layers (`of_attention`) and to the feed-forward part; "": it has no such
+    key, and no biases."""
+
+    def read(values: ConfigValues) -> Fields:
+        has_attention = bool(attention) and flag_of(values, attention)
+        has_feedforward = bool(feedforward) and flag_of(values, feedforward)
+        if has_attention and has_feedforward:
+            return {"bias": "all"}
+        return {"bias": of_attention if has_attention else "feedforward" if has_feedforward else "none"}
+
+    def write(shape: ModelShape) -> Fields:
+        said = {attention: shape.bias in (of_attention, "all"), feedforward: shape.bias in ("feedforward", "all")}
+        return {key: value for key, value in said.items() if key}
+
+    return ConfigPart(keys=tuple(key for key in (attention, feedforward) if key), read=read, write=write)
+
+
+def query_scalar() -> ConfigPart:
+    """Gemma's query_pre_attn_scalar, by the root of which scores are divided."""
+
+    def read(values: ConfigValues) -> Fields:
+        scalar = count_of(values, "query_pre_attn_scalar")
+        return {"attention_multiplier": 0.0 if scalar == head_width_of(values) else scalar**-0.5}
+
+    def write(shape: ModelShape) -> Fields:
+        factor = shape.attention_multiplier
+        return {"query_pre_attn_scalar": round(factor**-2) if factor else shape.head_width}
+
+    return ConfigPart(keys=("query_pre_attn_scalar",), read=read, write=write)
+
+
+def score_multiplier(key: str) -> ConfigPart:
+    """What scores are multiplied by, in place of 1 / root of the head's width."""
+
+    def read(values: ConfigValues) -> Fields:
+        factor = number_of(values, key)
+        return {"attention_multiplier": 0.0 if factor == head_width_of(values) ** -0.5 else factor}
+
+    return ConfigPart(
+        keys=(key,),
+        read=read,
+        write=lambda shape: {key: shape.attention_multiplier or shape.head_width**-0.5},
+    )
+
+
+ROOT_OF_WIDTH = ConfigPart(
+    keys=(),
+    read=lambda values: {"embedding_multiplier": count_of(values, "hidden_size") ** 0.5},
+    write=lambda shape: {},
+)
+"""Gemma's embeddings, multiplied by the root of the width."""
+
+
+def unrotated_layers() -> ConfigPart:
+    """SmolLM3's no_rope_layers, whose zeros are layers without positions, or every so many layers one."""
+
+    def read(values: ConfigValues) -> Fields:
+        number_of_layers, listed = layers_of(values), values.get("no_rope_layers")
+        if listed is None:
+            every = count_of(values, "no_rope_layer_interval")
+            return {"unrotated_layers": tuple(range(every - 1, number_of_layers, every))}
+        whole = isinstance(listed, list) and len(listed) >= number_of_layers
+        if not whole or any(type(one) is not int or one not in (0, 1) for one in listed):
+            raise PlaitError(
+                f"no_rope_layers in config.json is not a list of {number_of_layers} times 0 or 1; correct it"
+            )
+        return {"unrotated_layers": tuple(at for at, one in enumerate(listed[:number_of_layers]) if not one)}
+
+    def write(shape: ModelShape) -> Fields:
+        return {"no_rope_layers": [int(layer not in shape.unrotated_layers) for layer in range(shape.layers)]}
+
+    return ConfigPart(keys=("no_rope_layers", "no_rope_layer_interval"), read=read, write=write)
+
+
+def _gpt2_head(values: ConfigValues) -> Fields:
+    width, heads = count_of(values, "n_embd"), count_of(values, "n_head")
+    ffn = 4 * width if values.get("n_inner") is None else count_of(values, "n_inner")
+    positions = count_of(values, "n_positions")
+    return {
+        "kv_heads": heads,
+        "head_width": divided(width, heads),
+        "ffn": ffn,
+        "sequence": positions,
+        "learned_positions": positions,
+    }
+
+
+def _gpt2_scale(values: ConfigValues) -> Fields:
+    by_layer = flag_of(values, "scale_attn_by_inverse_layer_idx")
+    return {"attention_scale": "head and layer" if by_layer else "head"}
+
+
+GPT2_PARTS = (
+    size("vocab_size", "vocabulary"),
+    size("n_embd", "width"),
+    layers("n_layer"),
+    size("n_head", "heads"),
+    ConfigPart(
+        keys=("n_inner", "n_positions"),
+        read=_gpt2_head,
+        write=lambda shape: {"n_positions": shape.size_of("positions"), "n_inner": shape.ffn},
+    ),
+    only("activation_function", "gelu_new", "gelu_pytorch_tanh"),
+    only("scale_attn_weights", True, write=False),
+    only("add_cross_attention", False, write=False),
+    number("layer_norm_epsilon", "norm_eps"),
+    unused(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    ConfigPart(
+        keys=("scale_attn_by_inverse_layer_idx",),
+        read=_gpt2_scale,
+        write=lambda shape: {"scale_attn_by_inverse_layer_idx": shape.attention_scale == "head and layer"},
+    ),
+    flag("tie_word_embeddings", "tied"),
+    fixed(norm="layernorm", activation="gelu", positions="learned", bias="all"),
+)
+"""GPT-2's config.json, whole."""

@@ -1,0 +1,187 @@
+"""Families with parts of their own go back to transformers and to PEFT, are counted exactly, and are refused where a
+config.json says more than plait computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from plait.errors import PlaitError
+from plait.interop.adapter_in import read_adapter, with_adapter
+from plait.interop.base_model import BaseModel, read_base_model
+from plait.interop.config_in import shape_of_config
+from plait.interop.config_out import config_of_shape
+from plait.interop.families import MODEL_FAMILIES
+from plait.interop.read_weights import file_tensors, load_model_from
+from plait.interop.write_weights import write_weights, written_tensors
+from plait.model.gpt import GPT
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.weights import training_flops_per_token
+from tests.interop.random_models import LATER_NAMES, SEQUENCE, VOCABULARY, random_later_config, random_model
+from tests.interop.test_interop_peft import logits_of, random_adapter, written
+from tests.matrix import few_fast
+
+CPU = torch.device("cpu")
+GUIDE = Path(__file__).parents[2] / "docs" / "guide-models.md"
+
+
+def saved(folder: Path, family: str) -> BaseModel:
+    random_model(random_later_config(LATER_NAMES.index(family))).save_pretrained(folder)
+    return read_base_model(folder)
+
+
+@pytest.mark.parametrize("family", LATER_NAMES)
+def test_weights_go_back_and_are_counted(family: str, tmp_path: Path) -> None:
+    base = saved(tmp_path / "theirs", family)
+    ours = dict(file_tensors(load_model_from(base, SEQUENCE, CPU)))
+
+    def read(name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
+        return ours[name][tuple(slice(at, at + size) for at, size in zip(offset, extent, strict=True))]
+
+    (folder := tmp_path / "ours").mkdir()
+    values = config_of_shape(base.shape, "float32", preferred=family)
+    assert values["model_type"] == family
+    # Some classes have a padding token beyond this small vocabulary.
+    (folder / "config.json").write_text(json.dumps({**values, "pad_token_id": 0}))
+    write_weights(folder, written_tensors(base.shape, MODEL_FAMILIES[family]), "F32", read)
+    files = [load_file(one / "model.safetensors") for one in (folder, tmp_path / "theirs")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert parameter_count(base.shape) == sum(one.numel() for one in again.parameters())
+    assert parameter_count(base.shape) == sum(one.numel() for one in GPT(base.shape_for(SEQUENCE)).parameters())
+
+
+@pytest.mark.parametrize("family", few_fast(LATER_NAMES, "phi3", "glm4"))
+def test_an_adapter_is_read_back(family: str, tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", family)
+    adapter = random_adapter(base)
+    found = read_adapter(written(tmp_path / "adapter", base, adapter), family, base.shape)
+    assert found.weights.keys() == adapter.weights.keys()
+    for name, weight in adapter.weights.items():
+        assert torch.equal(found.weights[name], weight), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", LATER_NAMES)
+def test_peft_computes_the_same(family: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = saved(tmp_path / "base", family)
+    own = load_model_from(base, SEQUENCE, CPU)
+    adapter = random_adapter(base)
+    folder = written(tmp_path / "adapter", base, adapter)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), folder).eval()
+    wanted = logits_of(with_adapter(own, adapter))
+    with torch.no_grad():
+        found = theirs(tokens()).logits.flatten(0, 1)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+    assert not torch.allclose(wanted, logits_of(own), atol=1e-2)
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(3))
+
+
+def values_of(family: str, seed: int = 0, **changes: Any) -> dict[str, Any]:
+    config = random_later_config(LATER_NAMES.index(family) + seed * len(LATER_NAMES))
+    return {**json.loads(json.dumps(config.to_dict(), default=str)), **changes}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "sentence"),
+    [
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping in config.json is 30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping in config.json is 50.0"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "a table for each of these two"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention in config.json is True"),
+        ("olmo2", {"residual_multiplier": 0.5}, "residual_multiplier .* models of the family olmo2 have no such part"),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 10_000.0}, "transformers 5 takes 500000 for layers with a"),
+        ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "disagree|factors"),
+        (
+            "phi3",
+            {"partial_rotary_factor": 0.3, "rope_parameters": None, "head_dim": 4},
+            "plait turns an even number of them",
+        ),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers in config.json is not a list of"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling in config.json is 0; it should be a number above 0"),
+        ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta .* is None"),
+        ("glm4", {"logit_scale": 0.1}, "logit_scale in config.json is 0.1"),
+        ("gemma", {"hidden_act": "relu"}, "hidden_act in config.json is 'relu', and plait computes gelu_pytorch_tanh"),
+        ("gemma", {"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "around a gemma;"),
+    ],
+)
+def test_what_is_not_computed_is_named(family: str, changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(PlaitError, match=sentence):
+        shape_of_config(values_of(family, **changes))
+
+
+@pytest.mark.parametrize("old_names", [True, False])
+def test_the_text_of_a_model_of_text_and_pictures_is_read(old_names: bool, tmp_path: Path) -> None:
+    inner = values_of("gemma3_text")
+    picture = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {"image_size": 8, "patch_size": 4, "vision_use_head": False}
+    config = CONFIG_MAPPING["gemma3"](
+        text_config=inner, vision_config={**picture, **sizes}, mm_tokens_per_image=4,
+        tie_word_embeddings=inner["tie_word_embeddings"], image_token_index=VOCABULARY - 1,
+    )  # fmt: skip
+    theirs = random_model(config)
+    theirs.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    if old_names != any(name.startswith("language_model.") for name in names):
+        save_file(
+            {_renamed(name, old_names): one for name, one in names.items()},
+            tmp_path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+    base = read_base_model(tmp_path)
+    assert base.family == "gemma3_text"
+    tokens_bt = tokens() % (VOCABULARY - 1)
+    with torch.no_grad():
+        ours = load_model_from(base, SEQUENCE, CPU)
+        scores, wanted = ours.logits(ours(tokens_bt)), theirs(tokens_bt).logits.flatten(0, 1)
+    torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def _renamed(name: str, old: bool) -> str:
+    """A tensor's name as versions before 4.52 of transformers wrote it, or as later ones do."""
+    if old:
+        head = name.replace("lm_head.", "language_model.lm_head.")
+        return head.replace("model.language_model.", "language_model.model.").removeprefix("model.vision")
+    return name.replace("language_model.lm_head.", "lm_head.").replace("language_model.model.", "model.language_model.")
+
+
+def test_kimi_k2_is_a_deepseek_by_another_name() -> None:
+    whole = json.loads(json.dumps(CONFIG_MAPPING["deepseek_v3"]().to_dict(), default=str))
+    shape = shape_of_config(whole)
+    assert shape_of_config({**whole, "model_type": "kimi_k2"}) == shape
+    assert config_of_shape(shape, "bfloat16", preferred="kimi_k2")["model_type"] == "kimi_k2"
+
+
+def test_a_shape_is_read_back_from_its_values() -> None:
+    for family in LATER_NAMES:
+        for seed in range(4):
+            shape = shape_of_config(values_of(family, seed))
+            assert ModelShape.from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
+
+
+def test_multipliers_cost_nothing_and_norms_are_counted() -> None:
+    shape = shape_of_config(values_of("granite"))
+    plain = replace(shape, embedding_multiplier=1.0, residual_multiplier=1.0, logit_divisor=1.0)
+    assert parameter_count(shape) == parameter_count(plain)
+    assert training_flops_per_token(shape, 64, "full") == training_flops_per_token(plain, 64, "full")
+    twice = replace(shape, norm_places="both")
+    assert parameter_count(twice) - parameter_count(shape) == 2 * shape.layers * shape.width
+
+
+def test_the_guide_names_every_family() -> None:
+    text = GUIDE.read_text()
+    assert [name for name in MODEL_FAMILIES if name not in text] == []
