@@ -128,6 +128,9 @@ CHOICES: Mapping[str, Choice] = {
     "muon x8, betas 0.9 0.99, qk norm": Choice(
         settings=(*MUON, "optimizer.betas=[0.9,0.99]", "model.qk_norm=true"), lr=8.0
     ),
+    "muon x8, betas 0.9 0.999, qk norm": Choice(
+        settings=(*MUON, "optimizer.betas=[0.9,0.999]", "model.qk_norm=true"), lr=8.0
+    ),
     "adamw x4, betas 0.9 0.99": Choice(settings=(*ADAMW, "optimizer.betas=[0.9,0.99]"), lr=4.0),
     "muon x8, momentum 0.9": Choice(settings=(*MUON, "optimizer.momentum=0.9"), lr=8.0),
     "muon x8, batch x2": Choice(settings=MUON, lr=8.0, batch=2.0),

@@ -49,7 +49,7 @@ def verify(
     config = load_recipe(recipe, overrides)
     base = base_facts(config, working)
     shape, layout = requested_layout(config, base.shape if base else None)
-    kind = optimizer_kind(config, flops=0, is_trained=base is not None)
+    kind = optimizer_kind(config, flops=0, muon_cost=0, is_trained=base is not None)
     plan = shrunk_plan(config, shape, layout, requested_shares(config), kind)
     with worker_pool(working) as workers:
         _check_torchrun_workers(layout, workers)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Literal
 
 from plait.errors import PlaitError
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.weights import hidden_matrix_numbers
 from plait.planner.derive import published_rules
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
@@ -37,19 +39,21 @@ MUON_MOMENTUM = 0.95
 """Muon's usual momentum (Jordan et al. 2024)."""
 MUON_UP_TO_FLOPS = 1e15
 """Runs from scratch of at most this size take Muon where a recipe names no optimizer: runs of 1e12 to 2e13 FLOPs
-reached AdamW's loss in 0.6 to 0.8 of its time (docs/speed.md). Larger ones were not measured, and keep AdamW."""
+reached AdamW's loss after two thirds of its tokens (docs/speed.md). Larger ones were not measured, and keep AdamW."""
+MUON_COST_AT_MOST = 0.15
+"""Largest part of a step that Muon's products may add where a recipe names no optimizer."""
 SGD_MOMENTUM = 0.9
 SGD_WEIGHT_DECAY = 1e-4
 """SGD's usual numbers (He et al. 2015; Goyal et al. 2017), for weight decay that is part of the gradient."""
 
 
 def optimizer_plan(
-    config: RunConfig, flops: float, batch_tokens: int, base: BaseFacts | None = None
+    config: RunConfig, flops: float, shape: ModelShape, batch_tokens: int, base: BaseFacts | None = None
 ) -> Derived[OptimizerPlan]:
     """The optimizer's numbers for a run of this many training FLOPs, its warm-up still open; `base` is the model that
     it goes on from. Raises PlaitError for an optimizer that has nothing to update."""
     requested, method = config.optimizer, config.finetune.method
-    kind = optimizer_kind(config, flops, is_trained=base is not None)
+    kind = optimizer_kind(config, flops=flops, muon_cost=_muon_cost(shape, batch_tokens), is_trained=base is not None)
     if kind == "muon" and method == "lora":
         raise PlaitError(
             'optimizer.kind = "muon" has nothing to update: finetune.method = "lora" trains adapters alone, whose two '
@@ -82,13 +86,23 @@ def optimizer_plan(
     return Derived(value=tuned.value, reasons=(*why, *tuned.reasons), warnings=warnings)
 
 
-def optimizer_kind(config: RunConfig, flops: float, *, is_trained: bool) -> OptimizerKind:
-    """The optimizer that a recipe names, else Muon for short runs from scratch; `is_trained` says whether the run goes
-    on from a trained model."""
+def optimizer_kind(config: RunConfig, *, flops: float, muon_cost: float, is_trained: bool) -> OptimizerKind:
+    """The optimizer that a recipe names, else Muon for short runs from scratch.
+
+    `muon_cost` is what Muon's products would add to a step, as a part of it. `is_trained` says whether the run goes on
+    from a trained model.
+    """
     if config.optimizer.kind != "auto":
         return config.optimizer.kind
-    is_short = config.finetune.method == "auto" and not is_trained and flops <= MUON_UP_TO_FLOPS
-    return "muon" if is_short else "adamw"
+    is_from_scratch = config.finetune.method == "auto" and not is_trained
+    pays = flops <= MUON_UP_TO_FLOPS and muon_cost <= MUON_COST_AT_MOST
+    return "muon" if is_from_scratch and pays else "adamw"
+
+
+def _muon_cost(shape: ModelShape, batch_tokens: int) -> float:
+    """About what Muon's products add to a step, as a part of its FLOPs: 30 width³ for a square matrix, of which a step
+    takes 6 width² for each token, as it does for the vocabulary's tables."""
+    return 5 * shape.width / batch_tokens * hidden_matrix_numbers(shape) / parameter_count(shape)
 
 
 def muon_reason(requested: OptimizerSection) -> str:
@@ -99,7 +113,7 @@ def muon_reason(requested: OptimizerSection) -> str:
         else f"at a peak learning rate of {requested.adamw_lr:g}"
     )
     choice = (
-        '; short runs reach AdamW\'s loss in 0.6 to 0.8 of its time by it (optimizer.kind = "adamw" for AdamW alone)'
+        '; taken because the run is short (optimizer.kind = "adamw" for AdamW alone)'
         if requested.kind == "auto"
         else ""
     )

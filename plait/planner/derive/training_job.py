@@ -59,7 +59,7 @@ def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> Size
         batch = finetuning_batch(method, config.finetune.objective, sequence, corpus)
     else:
         batch, doubts = batch_sequences(config, scale), batch_doubts(config, corpus)
-    optimizer = optimizer_plan(config, scale.flops, batch.value * sequence, corpus.base)
+    optimizer = optimizer_plan(config, scale.flops, scale.shape, batch.value * sequence, corpus.base)
     documents = documents_mode(config, corpus, sequence)
     job = TrainingJob(
         shape=scale.shape,
