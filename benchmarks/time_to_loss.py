@@ -88,19 +88,26 @@ class Choice:
     """Whether the matrices that write into the stream begin at zero."""
 
 
+ADAMW = ("optimizer.kind=adamw",)
 MUON = ("optimizer.kind=muon",)
 LINEAR = ("optimizer.schedule=linear",)
 CHOICES: Mapping[str, Choice] = {
     "derived": Choice(lr=None),
-    "adamw": Choice(),
-    "adamw linear": Choice(settings=LINEAR),
-    "adamw wsd": Choice(settings=("optimizer.schedule=wsd",)),
-    "adamw x2": Choice(lr=2.0),
-    "adamw x4": Choice(lr=4.0),
-    "adamw x8": Choice(lr=8.0),
-    "adamw x2 linear": Choice(settings=LINEAR, lr=2.0),
-    "adamw x4 linear": Choice(settings=LINEAR, lr=4.0),
-    "adamw x8 linear": Choice(settings=LINEAR, lr=8.0),
+    "adamw derived": Choice(settings=ADAMW, lr=None),
+    "adamw": Choice(settings=ADAMW),
+    "adamw linear": Choice(settings=(*ADAMW, *LINEAR)),
+    "adamw wsd": Choice(
+        settings=(
+            *ADAMW,
+            "optimizer.schedule=wsd",
+        )
+    ),
+    "adamw x2": Choice(settings=ADAMW, lr=2.0),
+    "adamw x4": Choice(settings=ADAMW, lr=4.0),
+    "adamw x8": Choice(settings=ADAMW, lr=8.0),
+    "adamw x2 linear": Choice(settings=(*ADAMW, *LINEAR), lr=2.0),
+    "adamw x4 linear": Choice(settings=(*ADAMW, *LINEAR), lr=4.0),
+    "adamw x8 linear": Choice(settings=(*ADAMW, *LINEAR), lr=8.0),
     "muon": Choice(settings=MUON),
     "muon linear": Choice(settings=(*MUON, *LINEAR)),
     "muon x2 linear": Choice(settings=(*MUON, *LINEAR), lr=2.0),
@@ -108,20 +115,31 @@ CHOICES: Mapping[str, Choice] = {
     "muon x8 linear": Choice(settings=(*MUON, *LINEAR), lr=8.0),
     "muon x2 cosine": Choice(settings=MUON, lr=2.0),
     "muon x4 cosine": Choice(settings=MUON, lr=4.0),
+    "muon x8 cosine": Choice(settings=MUON, lr=8.0),
+    "muon x12 cosine": Choice(settings=MUON, lr=12.0),
     "muon x2 wsd": Choice(settings=(*MUON, "optimizer.schedule=wsd"), lr=2.0),
     "muon x4 linear, rest x1": Choice(settings=(*MUON, *LINEAR), lr=4.0, adamw_lr=1.0),
     "muon x4 linear, rest x2": Choice(settings=(*MUON, *LINEAR), lr=4.0, adamw_lr=2.0),
     "muon x2 linear, rest x4": Choice(settings=(*MUON, *LINEAR), lr=2.0, adamw_lr=4.0),
-    "muon x2 linear, no decay": Choice(settings=(*MUON, *LINEAR, "optimizer.weight_decay=0"), lr=2.0),
-    "muon x2 linear, betas 0.8 0.95": Choice(settings=(*MUON, *LINEAR, "optimizer.betas=[0.8,0.95]"), lr=2.0),
-    "muon x2 linear, betas 0.9 0.99": Choice(settings=(*MUON, *LINEAR, "optimizer.betas=[0.9,0.99]"), lr=2.0),
-    "muon x2 linear, momentum 0.9": Choice(settings=(*MUON, *LINEAR, "optimizer.momentum=0.9"), lr=2.0),
-    "muon x2 linear, batch x2": Choice(settings=(*MUON, *LINEAR), lr=2.0, batch=2.0),
-    "muon x2 linear, batch x0.5": Choice(settings=(*MUON, *LINEAR), lr=2.0, batch=0.5),
-    "muon x2 linear, qk norm": Choice(settings=(*MUON, *LINEAR, "model.qk_norm=true"), lr=2.0),
-    "muon x2 linear, zero outputs": Choice(settings=(*MUON, *LINEAR), lr=2.0, zero_outputs=True),
-    "muon x2 linear, average 0.98": Choice(settings=(*MUON, *LINEAR), lr=2.0, average=0.98),
-    "adamw x2 linear, qk norm": Choice(settings=(*LINEAR, "model.qk_norm=true"), lr=2.0),
+    "muon x8, no decay": Choice(settings=(*MUON, "optimizer.weight_decay=0"), lr=8.0),
+    "muon x8, betas 0.8 0.95": Choice(settings=(*MUON, "optimizer.betas=[0.8,0.95]"), lr=8.0),
+    "muon x8, betas 0.9 0.99": Choice(settings=(*MUON, "optimizer.betas=[0.9,0.99]"), lr=8.0),
+    "muon x8, betas 0.9 0.999": Choice(settings=(*MUON, "optimizer.betas=[0.9,0.999]"), lr=8.0),
+    "muon x8, betas 0.9 0.99, qk norm": Choice(
+        settings=(*MUON, "optimizer.betas=[0.9,0.99]", "model.qk_norm=true"), lr=8.0
+    ),
+    "muon x8, betas 0.9 0.999, qk norm": Choice(
+        settings=(*MUON, "optimizer.betas=[0.9,0.999]", "model.qk_norm=true"), lr=8.0
+    ),
+    "adamw x4, betas 0.9 0.99": Choice(settings=(*ADAMW, "optimizer.betas=[0.9,0.99]"), lr=4.0),
+    "muon x8, momentum 0.9": Choice(settings=(*MUON, "optimizer.momentum=0.9"), lr=8.0),
+    "muon x8, batch x2": Choice(settings=MUON, lr=8.0, batch=2.0),
+    "muon x8, batch x0.5": Choice(settings=MUON, lr=8.0, batch=0.5),
+    "muon x8, qk norm": Choice(settings=(*MUON, "model.qk_norm=true"), lr=8.0),
+    "muon x8, zero outputs": Choice(settings=MUON, lr=8.0, zero_outputs=True),
+    "muon x8, average 0.98": Choice(settings=MUON, lr=8.0, average=0.98),
+    "muon x8, wsd": Choice(settings=(*MUON, "optimizer.schedule=wsd"), lr=8.0),
+    "muon x8, qk norm, zero outputs": Choice(settings=(*MUON, "model.qk_norm=true"), lr=8.0, zero_outputs=True),
 }
 
 

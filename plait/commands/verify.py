@@ -15,6 +15,7 @@ from plait.commands.verifying.small_model import requested_layout, requested_sha
 from plait.errors import PlaitError
 from plait.layout import Layout
 from plait.machines.machine import usable_cores
+from plait.planner.derive.hyperparameters import optimizer_kind
 from plait.planner.plan import Plan
 from plait.planner.resolve.named import named_workers
 from plait.planner.search.validity import check_devices
@@ -48,7 +49,8 @@ def verify(
     config = load_recipe(recipe, overrides)
     base = base_facts(config, working)
     shape, layout = requested_layout(config, base.shape if base else None)
-    plan = shrunk_plan(config, shape, layout, requested_shares(config))
+    kind = optimizer_kind(config, flops=0, muon_cost=0, is_trained=base is not None)
+    plan = shrunk_plan(config, shape, layout, requested_shares(config), kind)
     with worker_pool(working) as workers:
         _check_torchrun_workers(layout, workers)
         if where == "anywhere":

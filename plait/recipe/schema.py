@@ -106,8 +106,8 @@ class TrainSection(RecipeSection):
 class OptimizerSection(RecipeSection):
     """[optimizer]: AdamW, Muon or SGD, and the course of the learning rate."""
 
-    kind: Literal["adamw", "muon", "sgd"] = "adamw"
-    """"muon" updates the layers' matrices by Muon, and all else by AdamW."""
+    kind: Literal["adamw", "muon", "sgd"] | Auto = "auto"
+    """"muon" updates the layers' matrices by Muon, and all else by AdamW; "auto" does so in short runs from scratch."""
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
     """Peak learning rate; SGD needs one named. Muon's is meant as AdamW's is: its updates have the same size."""
     adamw_lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
@@ -126,7 +126,7 @@ class OptimizerSection(RecipeSection):
 
     @model_validator(mode="after")
     def _check_kind(self) -> Self:
-        if self.kind == "adamw" and self.momentum != "auto":
+        if self.kind in ("auto", "adamw") and self.momentum != "auto":
             raise ValueError('momentum is SGD\'s and Muon\'s; remove it, or write optimizer.kind = "muon" or "sgd"')
         if self.kind != "muon" and self.adamw_lr != "auto":
             raise ValueError('adamw_lr is only for Muon; set optimizer.lr, or write optimizer.kind = "muon"')

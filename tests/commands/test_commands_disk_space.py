@@ -17,7 +17,9 @@ TINY = ("model.layers=2", "model.width=32", "model.heads=2", "train.sequence=16"
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    return planned(recipe(tmp_path, "train.budget=100 steps", *TINY, "layout.replicate=2"), PLAYS, LAPTOP)
+    return planned(
+        recipe(tmp_path, "train.budget=100 steps", *TINY, "layout.replicate=2", "optimizer.kind=adamw"), PLAYS, LAPTOP
+    )
 
 
 def test_it_is_as_many_as_stay_and_one_more(plan: Plan, tmp_path: Path) -> None:

@@ -30,9 +30,8 @@ recipes/01-shakespeare.toml model.size=… train.sequence=… train.batch_tokens
 def test_formulas_foretell_steps_of_a_processor_whose_products_were_timed(
     tmp_path: Path, size: str, sequence: int
 ) -> None:
-    config = recipe(
-        tmp_path, f"model.size={size}", f"train.sequence={sequence}", "train.batch_tokens=4096", "train.budget=50 steps"
-    )
+    run = (f"model.size={size}", f"train.sequence={sequence}", "train.batch_tokens=4096", "train.budget=50 steps")
+    config = recipe(tmp_path, *run, "optimizer.kind=adamw")
     resources = Resources(machine=TWO_CORES, peak_flops=PRODUCTS_FLOPS)
     splits = draft(config, corpus(340_000, 100), resources, recipe_hash="cafe").layouts
     assert [split.workers for split in splits] == [1, 2]

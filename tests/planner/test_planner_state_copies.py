@@ -22,7 +22,7 @@ AUTO = RecoverSection()
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    return planned(recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2"), PLAYS, LAPTOP)
+    return planned(recipe(tmp_path, *STEPS, *TINY, "layout.replicate=2", "optimizer.kind=adamw"), PLAYS, LAPTOP)
 
 
 def test_a_plan_says_how_often_and_how_much(plan: Plan) -> None:

@@ -65,7 +65,7 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     """
     if plan.world_size == 1:
         return
-    small = shrunk_plan(config, plan.job.shape, plan.placement.layout, plan.placement.shares)
+    small = shrunk_plan(config, plan.job.shape, plan.placement.layout, plan.placement.shares, plan.job.optimizer.kind)
     if plan.machines.have_accelerators:
         small = plan_for_device(small, plan.machines.device, "float32")
         small = replace(small, machines=replace(small.machines, gpus=plan.machines.gpus))

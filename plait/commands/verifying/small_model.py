@@ -26,7 +26,7 @@ from plait.partition.execution import Precision, RunArithmetic
 from plait.planner.derive import published_rules
 from plait.planner.derive.adapters import adapter_for
 from plait.planner.derive.hyperparameters import with_usual_numbers
-from plait.planner.plan import Cadence, Machines, Placement, Plan, TrainingJob
+from plait.planner.plan import Cadence, Machines, OptimizerKind, Placement, Plan, TrainingJob
 from plait.planner.resolve.named import check_schedule, layout_of, named_degrees
 from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.schema import RunConfig
@@ -189,8 +189,16 @@ def shrunk_shares(shares: tuple[int, ...], batch_sequences: int) -> tuple[int, .
     return tuple(small)
 
 
-def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tuple[int, ...] = ()) -> Plan:
-    """A plan of ten steps in float64, one thread per rank; its shares and micro-batches always have unequal sizes."""
+def shrunk_plan(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: Layout,
+    shares: tuple[int, ...] = (),
+    optimizer: OptimizerKind | None = None,
+) -> Plan:
+    """A plan of ten steps in float64, one thread per rank; its shares and micro-batches always have unequal sizes.
+    Without an `optimizer` it has the recipe's, AdamW if that is "auto"."""
+    named = "adamw" if config.optimizer.kind == "auto" else config.optimizer.kind
     small = shrunk_layout(layout)
     tiny = shrunk_shape(shape, small)
     micros, parts = max(3, small.pipeline), small.data_parallel_degree
@@ -205,6 +213,7 @@ def shrunk_plan(config: RunConfig, shape: ModelShape, layout: Layout, shares: tu
             steps=2 * STEPS_PER_OPTIMIZER,
             optimizer=with_usual_numbers(
                 config.optimizer,
+                optimizer or named,
                 lr=CHECK_LR,
                 clip=None if config.optimizer.clip == "never" else CHECK_CLIP,
                 warmup_steps=2,

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Literal
 
 from plait.errors import PlaitError
+from plait.model.shape import ModelShape, parameter_count
+from plait.model.weights import hidden_matrix_numbers
 from plait.planner.derive import published_rules
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
@@ -18,7 +20,7 @@ from plait.planner.derive.published_rules import (
     finetuning_lr,
     finetuning_warmup_steps,
 )
-from plait.planner.plan import OptimizerPlan
+from plait.planner.plan import OptimizerKind, OptimizerPlan
 from plait.recipe.finetune import FinetuneMethod, FinetuneObjective
 from plait.recipe.schema import OptimizerSection, RunConfig
 from plait.units import counted, format_count, power_of_ten, times_text
@@ -35,18 +37,24 @@ tuned further (Touvron et al. 2023, section 3.1)."""
 
 MUON_MOMENTUM = 0.95
 """Muon's usual momentum (Jordan et al. 2024)."""
+MUON_UP_TO_FLOPS = 1e15
+"""Runs from scratch of at most this size take Muon where a recipe names no optimizer: runs of 1e12 to 2e13 FLOPs
+reached AdamW's loss after two thirds of its tokens (docs/speed.md). Larger ones were not measured, and keep AdamW."""
+MUON_COST_AT_MOST = 0.15
+"""Largest part of a step that Muon's products may add where a recipe names no optimizer."""
 SGD_MOMENTUM = 0.9
 SGD_WEIGHT_DECAY = 1e-4
 """SGD's usual numbers (He et al. 2015; Goyal et al. 2017), for weight decay that is part of the gradient."""
 
 
 def optimizer_plan(
-    config: RunConfig, flops: float, batch_tokens: int, base: BaseFacts | None = None
+    config: RunConfig, flops: float, shape: ModelShape, batch_tokens: int, base: BaseFacts | None = None
 ) -> Derived[OptimizerPlan]:
     """The optimizer's numbers for a run of this many training FLOPs, its warm-up still open; `base` is the model that
     it goes on from. Raises PlaitError for an optimizer that has nothing to update."""
     requested, method = config.optimizer, config.finetune.method
-    if requested.kind == "muon" and method == "lora":
+    kind = optimizer_kind(config, flops=flops, muon_cost=_muon_cost(shape, batch_tokens), is_trained=base is not None)
+    if kind == "muon" and method == "lora":
         raise PlaitError(
             'optimizer.kind = "muon" has nothing to update: finetune.method = "lora" trains adapters alone, whose two '
             "factors are no matrices of layers",
@@ -55,47 +63,71 @@ def optimizer_plan(
     lr, why, warnings = requested.lr, list[str](), tuple[str, ...]()
     if method != "auto":
         lr = FULL_LR[config.finetune.objective] if lr == "auto" else lr  # finetuning_optimizer says which, and why
-    elif requested.kind != "sgd" and requested.lr == "auto" and base is not None:
+    elif kind != "sgd" and requested.lr == "auto" and base is not None:
         lr = BASE_LR
         why.append(f"peak learning rate {lr:g}: cautious, as the model is trained already (optimizer.lr)")
-    elif requested.kind != "sgd":
-        found = _peak_lr(requested.lr, flops, batch_tokens)
+    elif kind != "sgd":
+        found = _peak_lr(requested.lr, flops, batch_tokens, kind)
         lr, why, warnings = found.value, [*found.reasons], found.warnings
     assert lr != "auto"  # the schema refuses SGD without one
     clip = 1.0 if requested.clip == "auto" else requested.clip
-    plan = with_usual_numbers(requested, lr=lr, clip=None if clip == "never" else clip)
-    if requested.kind == "sgd" and "auto" in (requested.momentum, requested.weight_decay):
+    plan = with_usual_numbers(requested, kind, lr=lr, clip=None if clip == "never" else clip)
+    if kind == "sgd" and "auto" in (requested.momentum, requested.weight_decay):
         why.append(
             f"SGD with momentum {plan.momentum:g}, weight decay {plan.weight_decay:g} as part of the gradient "
             "(He 2015, Goyal 2017)"
         )
-    if requested.kind == "muon":
+    if kind == "muon":
         why.append(muon_reason(requested))
         if requested.adamw_lr != "auto" and method == "auto":
-            beside = _peak_lr(requested.adamw_lr, flops, batch_tokens, key="optimizer.adamw_lr")
+            beside = _peak_lr(requested.adamw_lr, flops, batch_tokens, kind, key="optimizer.adamw_lr")
             warnings = (*warnings, *beside.warnings)
     tuned = Derived(value=plan) if method == "auto" else finetuning_optimizer(method, plan, config)
     return Derived(value=tuned.value, reasons=(*why, *tuned.reasons), warnings=warnings)
 
 
+def optimizer_kind(config: RunConfig, *, flops: float, muon_cost: float, is_trained: bool) -> OptimizerKind:
+    """The optimizer that a recipe names, else Muon for short runs from scratch.
+
+    `muon_cost` is what Muon's products would add to a step, as a part of it. `is_trained` says whether the run goes on
+    from a trained model.
+    """
+    if config.optimizer.kind != "auto":
+        return config.optimizer.kind
+    is_from_scratch = config.finetune.method == "auto" and not is_trained
+    pays = flops <= MUON_UP_TO_FLOPS and muon_cost <= MUON_COST_AT_MOST
+    return "muon" if is_from_scratch and pays else "adamw"
+
+
+def _muon_cost(shape: ModelShape, batch_tokens: int) -> float:
+    """About what Muon's products add to a step, as a part of its FLOPs: 30 width³ for a square matrix, of which a step
+    takes 6 width² for each token, as it does for the vocabulary's tables."""
+    return 5 * shape.width / batch_tokens * hidden_matrix_numbers(shape) / parameter_count(shape)
+
+
 def muon_reason(requested: OptimizerSection) -> str:
-    """What Muon updates, and at what rate AdamW updates the rest."""
+    """What Muon updates, at what rate AdamW updates the rest, and why Muon was chosen if plait chose it."""
     rate = (
         "at the same learning rate, as Muon's updates have the size of AdamW's (Liu 2025)"
         if requested.adamw_lr == "auto"
         else f"at a peak learning rate of {requested.adamw_lr:g}"
     )
+    choice = (
+        '; taken because the run is short (optimizer.kind = "adamw" for AdamW alone)'
+        if requested.kind == "auto"
+        else ""
+    )
     return (
         "Muon for the layers' matrices, each orthogonalized as a whole (Jordan 2024); AdamW for embedding, head, "
-        f"norms, biases and routers, {rate}"
+        f"norms, biases and routers, {rate}{choice}"
     )
 
 
 def with_usual_numbers(
-    requested: OptimizerSection, *, lr: float, clip: float | None, warmup_steps: int = 0
+    requested: OptimizerSection, kind: OptimizerKind, *, lr: float, clip: float | None, warmup_steps: int = 0
 ) -> OptimizerPlan:
     """A recipe's optimizer with this learning rate, clipping and warm-up; what else it leaves open is as published."""
-    usual_decay = SGD_WEIGHT_DECAY if requested.kind == "sgd" else 0.1
+    usual_decay = SGD_WEIGHT_DECAY if kind == "sgd" else 0.1
     return OptimizerPlan(
         lr=lr,
         warmup_steps=warmup_steps,
@@ -103,22 +135,20 @@ def with_usual_numbers(
         betas=(0.9, 0.95) if requested.betas == "auto" else requested.betas,
         clip=clip,
         schedule="cosine" if requested.schedule == "auto" else requested.schedule,
-        kind=requested.kind,
-        momentum=momentum_of(requested),
-        adamw_lr=_adamw_lr_beside(requested, lr),
+        kind=kind,
+        momentum=_momentum_of(requested, kind),
+        adamw_lr=_adamw_lr_beside(requested, lr) if kind == "muon" else None,
     )
 
 
-def momentum_of(requested: OptimizerSection) -> float:
+def _momentum_of(requested: OptimizerSection, kind: OptimizerKind) -> float:
     """SGD's or Muon's momentum; 0 for AdamW, which has betas."""
-    usual = {"adamw": 0.0, "muon": MUON_MOMENTUM, "sgd": SGD_MOMENTUM}[requested.kind]
+    usual = {"adamw": 0.0, "muon": MUON_MOMENTUM, "sgd": SGD_MOMENTUM}[kind]
     return usual if requested.momentum == "auto" else requested.momentum
 
 
-def _adamw_lr_beside(requested: OptimizerSection, lr: float) -> float | None:
-    """AdamW's learning rate beside Muon's `lr`; None without Muon."""
-    if requested.kind != "muon":
-        return None
+def _adamw_lr_beside(requested: OptimizerSection, lr: float) -> float:
+    """AdamW's learning rate beside Muon's `lr`."""
     return lr if requested.adamw_lr == "auto" else requested.adamw_lr
 
 
@@ -126,13 +156,18 @@ def _peak_lr(
     requested: float | Literal["auto"],
     flops: float,
     batch_tokens: int,
+    kind: OptimizerKind,
     key: str = "optimizer.lr",
 ) -> Derived[float]:
     usual = published_rules.usual_batch_tokens(flops)
-    published = published_rules.lr_for_batch(published_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
+    times = published_rules.muon_lr_over_adamw(flops) if kind == "muon" else 1.0
+    of_adamw = published_rules.lr_for_batch(published_rules.peak_lr(flops), batch=batch_tokens, usual_batch=usual)
+    published = times * of_adamw
     if requested == "auto":
         lr = float(f"{published:.3g}")
         rule = f"for {power_of_ten(flops)} FLOPs and this batch (DeepSeek LLM 2024, Malladi 2022)"
+        if times > 1:
+            rule += f", times {times:.2g} for Muon in a run this short (docs/speed.md)"
         return Derived(value=lr, reasons=(f"peak learning rate {lr:g}: {rule}",))
     if requested <= MOST_TIMES_PUBLISHED_LR * published:
         return Derived(value=requested)
@@ -201,12 +236,12 @@ def finetuning_optimizer(method: FinetuneMethod, plan: OptimizerPlan, config: Ru
             "one forward pass over all pairs before the first step, and is kept beside the prepared data"
         )
     requested, lr = config.optimizer, finetuning_lr(method, objective)
-    if requested.kind != "sgd" and requested.lr == "auto":
+    if plan.kind != "sgd" and requested.lr == "auto":
         whole = "that of Llama 2, tuned whole" if objective == "sft" else "DPO's for all weights (Rafailov 2023)"
         among = "Schulman 2025, Dettmers 2023" if objective == "sft" else "Rafailov 2023, Schulman 2025"
         times = f"{LORA_LR_OVER_FULL} times that of full fine-tuning ({among})"
         why.append(f"peak learning rate {lr:g}: {whole if method == 'full' else times}")
-        plan = replace(plan, lr=lr, adamw_lr=_adamw_lr_beside(requested, lr))
+        plan = replace(plan, lr=lr, adamw_lr=_adamw_lr_beside(requested, lr) if plan.kind == "muon" else None)
     if requested.weight_decay == "auto" and (method == "lora" or objective == "dpo"):
         small = "adapters are small already (Dettmers 2023)"
         why.append(

@@ -136,8 +136,15 @@ that. Runs of 1e12 FLOPs learned more at it than at 4e-3, the bound before, and 
 
 def peak_lr(flops: float) -> float:
     """The peak learning rate from the whole run's training FLOPs (Bi et al. 2024: 0.3118 C^-0.1250), at most
-    LARGEST_LR; Muon's, too, whose updates have the size of AdamW's (Liu et al. 2025)."""
+    LARGEST_LR."""
     return min(LARGEST_LR, 0.3118 * flops**-0.1250)
+
+
+def muon_lr_over_adamw(flops: float) -> float:
+    """Muon's peak learning rate over AdamW's. Its updates have the size of AdamW's (Liu et al. 2025), so that large
+    runs take the same rate; runs of 1e12 to 2e13 FLOPs learned most at twice the rate (docs/log.md). Between 1e15 and
+    1e18 FLOPs, where neither was measured, it falls from 2 to 1."""
+    return min(2.0, max(1.0, 2 * (flops / 1e15) ** -0.1003))
 
 
 def lr_for_batch(lr: float, *, batch: float, usual_batch: float) -> float:

@@ -21,7 +21,7 @@ from plait.planner.derive.model_size import (
     derive_run_size,
 )
 from plait.planner.derive.resources import Resources
-from plait.planner.plan import Plan, TrainingJob
+from plait.planner.plan import OptimizerKind, Plan, TrainingJob
 from plait.planner.problem.expert_loads import assumed_load, balanced_by
 from plait.planner.problem.workload import Orthogonalization, Workload, workload_of
 from plait.recipe.finetune import FinetuneObjective
@@ -59,7 +59,7 @@ def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> Size
         batch = finetuning_batch(method, config.finetune.objective, sequence, corpus)
     else:
         batch, doubts = batch_sequences(config, scale), batch_doubts(config, corpus)
-    optimizer = optimizer_plan(config, scale.flops, batch.value * sequence, corpus.base)
+    optimizer = optimizer_plan(config, scale.flops, scale.shape, batch.value * sequence, corpus.base)
     documents = documents_mode(config, corpus, sequence)
     job = TrainingJob(
         shape=scale.shape,
@@ -85,12 +85,12 @@ def size_job(config: RunConfig, corpus: CorpusFacts, rate: TrainingRate) -> Size
     )
 
 
-def run_arithmetic(config: RunConfig, resources: Resources) -> Derived[RunArithmetic]:
-    """The arithmetic that suits these machines, layers not compiled yet (compile_of); raises PlaitError for what they
-    do not have."""
+def run_arithmetic(config: RunConfig, kind: OptimizerKind, resources: Resources) -> Derived[RunArithmetic]:
+    """The arithmetic that suits these machines and this optimizer, layers not compiled yet (compile_of); raises
+    PlaitError for what the machines do not have."""
     precision = precision_of(config, resources)
     products = matmul_precision_of(precision.value, resources)
-    matrices = orthogonalized_in(config, precision.value, resources)
+    matrices = orthogonalized_in(kind, precision.value, resources)
     measured = resources.arithmetic.reasons if resources.arithmetic else ()
     arithmetic = RunArithmetic(
         precision=precision.value,
@@ -191,9 +191,9 @@ def matmul_precision_of(precision: Precision, resources: Resources) -> Derived[M
     return Derived(value="tf32", reasons=(reason,))
 
 
-def orthogonalized_in(config: RunConfig, precision: Precision, resources: Resources) -> Derived[Precision]:
+def orthogonalized_in(kind: OptimizerKind, precision: Precision, resources: Resources) -> Derived[Precision]:
     """In what Muon multiplies: bf16, which its iterations bear (Jordan et al. 2024), where devices are fast at it."""
-    if config.optimizer.kind != "muon":
+    if kind != "muon":
         return Derived(value="float32")
     if precision == "bf16":
         return Derived(value="bf16")

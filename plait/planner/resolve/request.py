@@ -106,7 +106,7 @@ def request_of(
     else:
         rate = rate or rate_before_pricing(resources)
         sized = begun if begun and begun.holds_at(rate) else size_job(config, corpus, rate)
-        job, chosen = sized.job, run_arithmetic(config, resources)
+        job, chosen = sized.job, run_arithmetic(config, sized.job.optimizer.kind, resources)
         doubts = [one for one in (_untried(resources.machine), resources.peak_doubt) if one]
         reasons, training_reasons, warnings = sized.reasons, sized.training_reasons, (*doubts, *sized.warnings)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
