@@ -34,7 +34,8 @@ FLOORS = {
 INNER_FLOORS = {
     "commands": {"python_call": 0, "preparing": 0, "planning": 1, "verifying": 2, "monitoring": 2, "programs": 3,
                  "data": 4, "evaluate": 4, "join": 4, "plan": 4, "check": 4, "check_resume": 5, "check_file": 4,
-                 "probe": 4, "prove": 4, "timeline": 4, "runs": 4, "export": 4, "sample": 3, "models": 2, "train": 5, "verify": 4, "new": 4,
+                 "probe": 4, "prove": 4, "timeline": 4, "runs": 4, "export": 4, "sample": 3, "models": 2,
+                 "train": 5, "verify": 4, "new": 4,
                  "answering": 5, "evaluating": 3, "drilling": 6},
     "custom": {"process": 0, "message_order": 0, "seeds": 0, "structure": 0, "cutting": 1, "group": 1, "program": 1,
                "collectives": 2, "gathering": 3, "data": 2, "arithmetic": 3, "likeness": 2, "muon": 0,
