@@ -289,7 +289,8 @@ def _optimizer(rank: int, pairs: Sequence[tuple[_Step, _Step]], whole: Sequence[
                 if not any(values):
                     continue
                 if key not in restored or not any(restored[key]):
-                    what = f"the optimizer goes on without {key} of {name} on rank {rank}"
+                    lost = ", ".join(each for each in facts if not any(restored.get(each, ())))
+                    what = f"the optimizer goes on without its state ({lost}) for {name} on rank {rank}"
                 elif any(
                     abs(a - b) > _SAME_STATE * abs(values[0]) for a, b in zip(values, restored[key], strict=False)
                 ):

@@ -491,7 +491,9 @@ def _state_facts(optimizer: Optimizer) -> dict[str, dict[str, list[float]]]:
         for key, value in state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 values = _local(value).detach().double()
-                facts[str(key)] = [float(values.norm()), float(values.sum())]
+                facts[str(key)] = (
+                    [float(values)] if values.numel() == 1 else [float(values.norm()), float(values.sum())]
+                )
             elif isinstance(value, int | float):
                 facts[str(key)] = [float(value)]
         if facts:
