@@ -48,7 +48,7 @@ def check_program_command(
         typer.Option(metavar="MACHINES", help='For a FILE: 8xH100, "2x(8xA100)+400G", a cluster.json; else this one.'),
     ] = None,
 ) -> None:
-    """Prove your own distributed program against one process, or forecast a configuration file.
+    """Prove your distributed program, or forecast a configuration file.
 
     With --resume: that it goes on as if it had not been stopped.
 

@@ -33,6 +33,16 @@ def _published(path: Path) -> Figures:
     return {**found, "runs": sum(family["rows"] for family in found["families"].values())}
 
 
+def _time_to_loss(path: Path) -> Figures:
+    """By length: the last held-out loss of all seeds, as derived for AdamW and as derived."""
+    losses: dict[str, dict[str, list[str]]] = {}
+    for row in sorted(json.loads(path.read_text())["rows"], key=lambda row: row["seed"]):
+        if row["share"] == 1:
+            of_length = losses.setdefault(f"minutes{row['minutes']}", {})
+            of_length.setdefault(row["choice"], []).append(f"{row['nats_per_byte'][-1]:.3f}")
+    return {length: {choice: ", ".join(all_) for choice, all_ in of.items()} for length, of in losses.items()}
+
+
 def _foreign_configs(path: Path) -> Figures:
     return json.loads(path.read_text())
 
@@ -321,6 +331,7 @@ def _rent(path: Path) -> Figures:
 _READERS: dict[str, Callable[[Path], Figures]] = {
     "published": _published,
     "foreign-configs": _foreign_configs,
+    "time-to-loss": _time_to_loss,
     "first-run": _first_run,
     "one-gpu": _one_gpu,
     "gpu-experiment": _gpu_experiment,

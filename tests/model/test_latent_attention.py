@@ -93,7 +93,9 @@ def by_hand(attention: LatentAttention, shape: ModelShape, x_td: Tensor, seen: i
     def turned(x: Tensor, position: int) -> Tensor:
         plain = [shape.rope_theta ** (-pair / rope) for pair in range(0, rope, 2)]
         scaling = shape.rope
-        angles = torch.tensor(scaling.stretch(plain, shape.rope_theta) if scaling else plain, dtype=torch.float64)
+        angles = torch.tensor(
+            scaling.stretch(plain, shape.rope_theta, shape.sequence) if scaling else plain, dtype=torch.float64
+        )
         turn = torch.polar(torch.full_like(angles, scaling.table_scale if scaling else 1.0), angles * position)
         return torch.view_as_real(torch.complex(x[0::2], x[1::2]) * turn).flatten()
 

@@ -95,7 +95,7 @@ def test_shapes_of_earlier_versions_are_written_as_before() -> None:
         ({"bias": True}, 'choose "none" or "qkv" or "attention" or "feedforward" or "all"'),
         ({"windows": [4]}, "give one number of at least 0 for each of 3 layers"),
         ({"positions": "learned", "rope": {"kind": "linear", "factor": 2.0}}, 'choose positions = "rope"'),
-        ({"rope": {"kind": "ntk", "factor": 2.0}}, "choose linear, llama3 or yarn"),
+        ({"rope": {"kind": "ntk", "factor": 2.0}}, "choose linear, llama3, yarn, longrope, dynamic"),
         ({"rope": {"kind": "yarn", "factor": 2.0}}, "original_sequence of yarn rotary positions is 0"),
         ({"rope": {"kind": "linear", "factor": -1.0}}, "factor of linear rotary positions is -1.0"),
         ({"learned_positions": 16}, "choose at most 16"),

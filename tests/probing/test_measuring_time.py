@@ -30,6 +30,7 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 from tests.commands.product_answers import product_message, rates_of
 from tests.planner.machines import LAPTOP, PLAYS, drafted, recipe
 
+ADAMW = ("train.precision=float32", "optimizer.kind=adamw")
 SMALL = ("model.size=1M", "train.sequence=64", "train.batch_tokens=4096")
 FAST_BF16: Mapping[Arithmetic, float] = {"onednn": 2.0, "bf16": 5.0}
 
@@ -125,11 +126,11 @@ def test_a_named_layout_and_steps_leave_nothing_to_compare(tmp_path: Path, corpu
 
 def test_another_batch_and_a_similar_model_are_planned_by_what_was_timed(tmp_path: Path, corpus: Corpus) -> None:
     first = Machine()
-    planned(tmp_path, corpus, first, "train.precision=float32")
+    planned(tmp_path, corpus, first, *ADAMW)
     assert len({plan.world_size for plan in first.timed}) > 1
     for named in (("train.batch_tokens=8192",), ("model.width=160",), ("model.layers=5", "train.batch_tokens=2048")):
         later = Machine()
-        plan = planned(tmp_path, corpus, later, "train.precision=float32", *named)
+        plan = planned(tmp_path, corpus, later, *ADAMW, *named)
         assert not later.jobs and plan.forecast is not None and plan.forecast.calibration.is_measured
     other = Machine()
     planned(tmp_path, corpus, other, "train.precision=float32", "model.size=11M")
@@ -139,11 +140,11 @@ def test_another_batch_and_a_similar_model_are_planned_by_what_was_timed(tmp_pat
 def test_steps_that_were_timed_beside_another_program_choose_a_layout_and_count_no_steps(
     tmp_path: Path, corpus: Corpus
 ) -> None:
-    planned(tmp_path, corpus, Machine(granted=0.6), "train.precision=float32")
+    planned(tmp_path, corpus, Machine(granted=0.6), *ADAMW)
     later = Machine()
-    plan = planned(tmp_path, corpus, later, "train.precision=float32", "train.batch_tokens=8192")
+    plan = planned(tmp_path, corpus, later, *ADAMW, "train.batch_tokens=8192")
     assert not later.jobs and plan.step_s is None, "the forecast goes by them"
-    counted = planned(tmp_path, corpus, later, "train.precision=float32", budget="4 minutes")
+    counted = planned(tmp_path, corpus, later, *ADAMW, budget="4 minutes")
     assert len(later.timed) == 1 and counted.step_s == 1.0, "the layout that is chosen so is timed"
 
 

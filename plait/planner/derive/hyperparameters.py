@@ -39,7 +39,7 @@ MUON_MOMENTUM = 0.95
 """Muon's usual momentum (Jordan et al. 2024)."""
 MUON_UP_TO_FLOPS = 1e15
 """Runs from scratch of at most this size take Muon where a recipe names no optimizer: runs of 1e12 to 2e13 FLOPs
-reached AdamW's loss after two thirds of its tokens (docs/speed.md). Larger ones were not measured, and keep AdamW."""
+ended with 1 to 3 % less loss than AdamW's (docs/speed.md). Larger ones were not measured, and keep AdamW."""
 MUON_COST_AT_MOST = 0.15
 """Largest part of a step that Muon's products may add where a recipe names no optimizer."""
 SGD_MOMENTUM = 0.9
