@@ -10,21 +10,21 @@ from plait.errors import PlaitError
 from plait.foreign_configs.adapters import ALL_TARGETS, PEFT_DEFAULT, adapter_targets
 from plait.foreign_configs.keys import (
     ConfigFormat,
-    Fields,
+    KeyFields,
     Values,
     amount,
     as_written,
     fields_of_keys,
-    flag,
     is_on,
     one_of,
+    true_or_false,
     whole,
     whole_or_none,
     word,
     words,
 )
 
-_FIELDS: Fields = {
+_FIELDS: KeyFields = {
     "base_model": ("model", as_written),
     "sequence_len": ("sequence", whole),
     "micro_batch_size": ("micro_sequences", whole),
@@ -38,7 +38,7 @@ _FIELDS: Fields = {
     "context_parallel_size": ("context", whole_or_none),
     "sequence_parallel_degree": ("context", whole_or_none),
     "dp_shard_size": ("shard", whole_or_none),
-    "torch_compile": ("compiled", flag),
+    "torch_compile": ("compiled", true_or_false),
 }
 _PIECES = (
     "liger_fused_linear_cross_entropy",

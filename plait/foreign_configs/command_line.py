@@ -32,7 +32,7 @@ class CommandLine:
     arguments: tuple[str, ...]
     """Words after the program that are no options."""
     options: dict[str, Any]
-    """Values by option without its dashes: text, True for a flag, a tuple of several words."""
+    """Values by option without its dashes: text, True for a true_or_false, a tuple of several words."""
     devices: int | None
     per_node: int | None
     launcher_file: str | None

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.foreign_configs.keys import ConfigFormat, Fields, Values, fields_of_keys, is_on, one_of, whole, word
+from plait.foreign_configs.keys import ConfigFormat, KeyFields, Values, fields_of_keys, is_on, one_of, whole, word
 from plait.planner.problem.candidates import SHARDED_STATES
 
-_FIELDS: Fields = {
+_FIELDS: KeyFields = {
     "train_micro_batch_size_per_gpu": ("micro_sequences", whole),
     "gradient_accumulation_steps": ("accumulation", whole),
     "train_batch_size": ("batch_sequences", whole),

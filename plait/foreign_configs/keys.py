@@ -16,7 +16,7 @@ from plait.layout import Layout
 
 Values = Mapping[str, Any]
 Convert = Callable[[str, Any], Any]
-Fields = Mapping[str, tuple[str, Convert]]
+KeyFields = Mapping[str, tuple[str, Convert]]
 """For each key what it sets, a field of RunDescription or a degree of its layout, and what reads its value."""
 _DEGREES = ("pipeline", "shard", "context", "tensor", "expert")
 _LARGEST = 1 << 50
@@ -92,7 +92,7 @@ def _named(key: str, known: Collection[str]) -> str:
     return f"{key} (is it {near[0]}?)" if near else key
 
 
-def fields_of_keys(values: Values, fields: Fields, overridden: Collection[str] = ()) -> dict[str, Any]:
+def fields_of_keys(values: Values, fields: KeyFields, overridden: Collection[str] = ()) -> dict[str, Any]:
     """The fields that these keys set; raises PlaitError where two keys contradict each other."""
     found: dict[str, Any] = {}
     source: dict[str, str] = {}
@@ -143,7 +143,7 @@ def amount(key: str, value: Any) -> float | None:
     return number if 0 < number < _LARGEST else None
 
 
-def flag(key: str, value: Any) -> bool:
+def true_or_false(key: str, value: Any) -> bool:
     """Yes or no, as YAML, JSON and command lines write it; "auto" is yes."""
     _refuse_placeholder(key, value)
     if isinstance(value, bool):
@@ -188,7 +188,7 @@ def _refuse_placeholder(key: str, value: Any) -> None:
 
 def is_on(values: Values, key: str) -> bool:
     """Whether a key is there and means yes."""
-    return values.get(key) is not None and flag(key, values[key])
+    return values.get(key) is not None and true_or_false(key, values[key])
 
 
 def one_of(values: Values, choices: Mapping[str, Any]) -> Any:

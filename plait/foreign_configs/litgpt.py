@@ -8,7 +8,7 @@ from typing import Any
 from plait.errors import PlaitError
 from plait.foreign_configs.keys import (
     ConfigFormat,
-    Fields,
+    KeyFields,
     Values,
     amount,
     as_written,
@@ -20,7 +20,7 @@ from plait.foreign_configs.keys import (
 )
 from plait.model.adapter_shape import AdapterTarget
 
-_FIELDS: Fields = {
+_FIELDS: KeyFields = {
     "model_name": ("model", as_written),
     "train.micro_batch_size": ("micro_sequences", whole),
     "train.global_batch_size": ("batch_sequences", whole),
@@ -38,7 +38,7 @@ _TARGETS: dict[str, tuple[AdapterTarget, ...]] = {
     "lora_projection": ("attention.o",),
     "lora_mlp": ("feedforward.gate", "feedforward.up", "feedforward.down"),
 }
-_MODEL_FIELDS: Fields = {
+_MODEL_FIELDS: KeyFields = {
     "model_config.n_layer": ("layers", whole),
     "model_config.n_embd": ("width", whole),
     "model_config.n_head": ("heads", whole),

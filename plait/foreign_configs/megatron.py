@@ -8,7 +8,7 @@ from typing import Any
 from plait.errors import PlaitError
 from plait.foreign_configs.keys import (
     ConfigFormat,
-    Fields,
+    KeyFields,
     Values,
     fields_of_keys,
     is_on,
@@ -19,7 +19,7 @@ from plait.foreign_configs.keys import (
 )
 from plait.planner.problem.candidates import SHARDED_STATES
 
-_FIELDS: Fields = {
+_FIELDS: KeyFields = {
     "seq-length": ("sequence", whole),
     "encoder-seq-length": ("sequence", whole),
     "micro-batch-size": ("micro_sequences", whole),
@@ -34,7 +34,7 @@ _FIELDS: Fields = {
     "expert-model-parallel-size": ("expert", whole),
     "optimizer": ("optimizer", word),
 }
-_MODEL_FIELDS: Fields = {
+_MODEL_FIELDS: KeyFields = {
     "num-layers": ("layers", whole),
     "encoder-num-layers": ("layers", whole),
     "hidden-size": ("width", whole),

@@ -6,19 +6,29 @@ from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.foreign_configs.keys import ConfigFormat, Fields, Values, fields_of_keys, flag, is_on, one_of, whole, word
+from plait.foreign_configs.keys import (
+    ConfigFormat,
+    KeyFields,
+    Values,
+    fields_of_keys,
+    is_on,
+    one_of,
+    true_or_false,
+    whole,
+    word,
+)
 
 _SECTIONS = ("parallelism", "experimental", "training")
 """Where degrees stood in one release or another."""
-_FIELDS: Fields = {
+_FIELDS: KeyFields = {
     "training.seq_len": ("sequence", whole),
     "training.local_batch_size": ("local", whole),
     "training.batch_size": ("local", whole),
     "training.global_batch_size": ("batch_sequences", whole),
     "training.steps": ("steps", whole),
     "optimizer.name": ("optimizer", word),
-    "training.compile": ("compiled", flag),
-    "compile.enable": ("compiled", flag),
+    "training.compile": ("compiled", true_or_false),
+    "compile.enable": ("compiled", true_or_false),
     **{f"{one}.tensor_parallel_degree": ("tensor", whole) for one in _SECTIONS},
     **{f"{one}.pipeline_parallel_degree": ("pipeline", whole) for one in _SECTIONS},
     **{f"{one}.context_parallel_degree": ("context", whole) for one in _SECTIONS},

@@ -11,14 +11,14 @@ from plait.foreign_configs.adapters import PEFT_DEFAULT, adapter_targets
 from plait.foreign_configs.deepspeed import zero_fields
 from plait.foreign_configs.keys import (
     ConfigFormat,
-    Fields,
+    KeyFields,
     Values,
     amount,
     as_written,
     fields_of_keys,
-    flag,
     is_on,
     one_of,
+    true_or_false,
     whole,
     whole_or_none,
     word,
@@ -27,7 +27,7 @@ from plait.foreign_configs.keys import (
 
 TRL_SEQUENCE = 1024
 """SFTConfig's max_length where it is not given."""
-_FIELDS: Fields = {
+_FIELDS: KeyFields = {
     "model_name_or_path": ("model", as_written),
     "max_length": ("sequence", whole_or_none),
     "max_seq_length": ("sequence", whole_or_none),
@@ -40,7 +40,7 @@ _FIELDS: Fields = {
     "max_steps": ("steps", whole_or_none),
     "max_train_samples": ("samples", whole_or_none),
     "optim": ("optimizer", word),
-    "torch_compile": ("compiled", flag),
+    "torch_compile": ("compiled", true_or_false),
     "lora_r": ("adapter_rank", whole_or_none),
     "lora_target_modules": ("lora_target_modules", words),
 }

@@ -12,9 +12,8 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of, require
-from plait.model.shape import Activation, Bias, ModelShape
+from plait.model.shape import MOST_LAYERS, Activation, Bias, ModelShape
 
-MOST_LAYERS = 10_000
 Fields = Mapping[str, Any]
 
 
@@ -49,7 +48,7 @@ def unused(**values: Any) -> ConfigPart:
     return ConfigPart(keys=(), read=lambda config: {}, write=lambda shape: values)
 
 
-def size(key: str, field: str) -> ConfigPart:
+def size_part(key: str, field: str) -> ConfigPart:
     """A whole number."""
     return ConfigPart(
         keys=(key,),
@@ -67,7 +66,7 @@ def number(key: str, field: str) -> ConfigPart:
     )
 
 
-def flag(key: str, field: str) -> ConfigPart:
+def flag_part(key: str, field: str) -> ConfigPart:
     """True or false; false where it is left out."""
     return ConfigPart(
         keys=(key,),
@@ -120,17 +119,17 @@ KV_HEADS = ConfigPart(
     keys=("num_key_value_heads",), read=_kv_heads, write=lambda shape: {"num_key_value_heads": shape.kv_heads}
 )
 SIZES = (
-    size("vocab_size", "vocabulary"),
-    size("hidden_size", "width"),
-    size("intermediate_size", "ffn"),
+    size_part("vocab_size", "vocabulary"),
+    size_part("hidden_size", "width"),
+    size_part("intermediate_size", "ffn"),
     layers("num_hidden_layers"),
-    size("num_attention_heads", "heads"),
+    size_part("num_attention_heads", "heads"),
     KV_HEADS,
 )
 REST = (
-    size("max_position_embeddings", "sequence"),
+    size_part("max_position_embeddings", "sequence"),
     number("rms_norm_eps", "norm_eps"),
-    flag("tie_word_embeddings", "tied"),
+    flag_part("tie_word_embeddings", "tied"),
     unused(attention_dropout=0.0),
 )
 """What every decoder after Llama says by the same keys, before and after its head width and activation."""
@@ -243,10 +242,10 @@ def _gpt2_scale(values: ConfigValues) -> Fields:
 
 
 GPT2_PARTS = (
-    size("vocab_size", "vocabulary"),
-    size("n_embd", "width"),
+    size_part("vocab_size", "vocabulary"),
+    size_part("n_embd", "width"),
     layers("n_layer"),
-    size("n_head", "heads"),
+    size_part("n_head", "heads"),
     ConfigPart(
         keys=("n_inner", "n_positions"),
         read=_gpt2_head,
@@ -262,7 +261,7 @@ GPT2_PARTS = (
         read=_gpt2_scale,
         write=lambda shape: {"scale_attn_by_inverse_layer_idx": shape.attention_scale == "head and layer"},
     ),
-    flag("tie_word_embeddings", "tied"),
+    flag_part("tie_word_embeddings", "tied"),
     fixed(norm="layernorm", activation="gelu", positions="learned", bias="all"),
 )
 """GPT-2's config.json, whole."""
