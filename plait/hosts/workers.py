@@ -230,7 +230,8 @@ class LeaderWorkers:
             self._hosts.membership.renumber(host_order)
             if names := ", ".join(share.name for host, share in enumerate(shares) if host not in host_order):
                 self._run.screen.print(
-                    f"left out {names}: a step takes no less time with it; it may be used for something else"
+                    f"left out {names}: a step takes no less time with it (--why has the figures); it may be used for "
+                    'something else, or write layout.devices = "all"'
                 )
 
     def _order_without_left_out(self, plan: Plan) -> tuple[int, ...]:
@@ -314,7 +315,7 @@ def machine_survey(values: Mapping[str, Any] | None, host: str) -> MachineSurvey
             raise ValueError("a size is out of range")
         if not all(_DEVICE_NAME.fullmatch(name) for name in names) or any(len(pair) != 2 for pair in machine.versions):
             raise ValueError("a name has signs that no device's has")
-        if not set(machine.without) <= {"bf16"} or not _REASON.fullmatch(machine.uncompiled):
+        if not set(machine.without) <= {"bf16", "fp16"} or not _REASON.fullmatch(machine.uncompiled):
             raise ValueError("what its GPUs lack is not what GPUs can lack")
     except (ValueError, KeyError, TypeError) as error:
         raise PlaitError(

@@ -3,7 +3,7 @@ adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,10 @@ class Linear(nn.Module):
             return adapted_product(x, weight, bias, self.lora_a, self.lora_b, self.scale)
         low = self.product(x, self.lora_a, None) * self.scale
         return self.product(x, weight, bias) + self.product(low, self.lora_b, None)
+
+
+HALF_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precisions of runs that compute in 16 bits from float32 weights."""
 
 
 def to_compute_precision(x: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
-"""Frozen matrices in the numbers that products compute in: a bfloat16 run keeps them rounded, and only so."""
+"""Frozen matrices in the numbers that products compute in: a run in 16 bits keeps them rounded, and only so."""
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.model.linear import Linear
+from plait.model.linear import HALF_DTYPES, Linear
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.execution import Execution
 
@@ -16,10 +15,10 @@ from plait.partition.execution import Execution
 
 
 def round_frozen(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
-    """Keep the frozen weights of linear layers in bfloat16 where the run computes in it."""
-    if execution.arithmetic.precision == "bf16":
+    """Keep the frozen weights of linear layers in 16 bits where the run computes in them."""
+    if (dtype := HALF_DTYPES.get(execution.arithmetic.precision)) is not None:
         for chunk in sharded.chunks:
             for module in chunk.modules():
                 if isinstance(module, Linear) and not module.weight.requires_grad:
-                    module.weight = nn.Parameter(module.weight.detach().to(torch.bfloat16), requires_grad=False)
+                    module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
     return sharded

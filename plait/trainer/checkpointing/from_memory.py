@@ -20,7 +20,7 @@ from plait.parallel.exchange import run_on_all_ranks
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.host_cover import PartPlace, covers
-from plait.trainer.checkpointing.persist import load_state, state_boxes
+from plait.trainer.checkpointing.persist import LOSS_SCALE, load_state, state_boxes
 from plait.trainer.optimizer.optim import counts_updates
 from plait.trainer.state import TrainState
 
@@ -52,6 +52,8 @@ def restore_from_memory(assembly: Assembly, store: CopyStore, ranks: range, line
     counts = counts_updates(assembly.plan.job.optimizer)
     load_state(assembly, read, copies.whole("adam_step")[0] if counts else None)
     assembly.model.gradients.publish()
+    if assembly.scale is not None:
+        assembly.scale.resume(copies.whole(LOSS_SCALE))
     torch.set_rng_state(copies.whole(f"rng/rank-{assembly.sums.index}"))
     return TrainState(step=step, position=copies.position, tokens=int(copies.whole("tokens")[0]))
 
