@@ -201,7 +201,9 @@ def _private_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
-            if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or about.st_uid != os.geteuid():
+            # The administrator's file may be for a group, as Kubernetes mounts secrets for pods that are not root.
+            others = stat.S_IRWXO | (stat.S_IWGRP if about.st_uid == 0 != os.geteuid() else stat.S_IRWXG)
+            if about.st_mode & others or about.st_uid not in (0, os.geteuid()):
                 raise PlaitError(f"{path} can be read by other users; make it your own: chmod 600 {path}")
             return file.read(_FILE_BYTES_AT_MOST).decode("ascii", "replace")
     except OSError as error:
