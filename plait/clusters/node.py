@@ -79,8 +79,8 @@ class NodePlace:
     leader: str | None = None
     port: int = USUAL_PORT
     secret_file: Path | None = None
-    """A file with the secret. Where there is none, node 0 makes it in a folder that all nodes see, and removes it at its
-    end. None: PLAIT_SECRET holds the secret."""
+    """A file with the secret. Where there is none, node 0 makes it in a folder that all nodes see, and removes it at
+    its end. None: PLAIT_SECRET holds the secret."""
 
     def __post_init__(self) -> None:
         if self.nodes > 1 and (self.rank is None or not self.leader):

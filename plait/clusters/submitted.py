@@ -37,7 +37,7 @@ def missing_run_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str 
     if record is None or folder.has_begun:
         return None
     if SYSTEMS[record.scheduler].copy is not None:
-        return f"status   its run is on {record.scheduler}: plait fetch {name} copies it here, once it has begun to train"
+        return f"status   its run is not here; once it has begun to train, plait fetch {name} copies it"
     return f"status   it has not begun to train; plait logs {name} says how far it is, or why it ended"
 
 

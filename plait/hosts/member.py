@@ -176,8 +176,8 @@ class _Agent:
             if order.why:
                 self._say(
                     "hosts",
-                    f"{self._leader} ends the workers: {order.why}; nothing to do here: this host waits, and takes part "
-                    "again when the run goes on",
+                    f"{self._leader} ends the workers: {order.why}; nothing to do here: this host takes part again "
+                    "when the run goes on",
                 )
             elif order.order == "SIGTERM" and not self._asked_to_stop:
                 self._say("stop", f"{self._leader} stops the run: {STOP_IN_WORDS}")
