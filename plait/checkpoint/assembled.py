@@ -26,7 +26,7 @@ from plait.checkpoint.manifest import (
     sort_parts,
 )
 from plait.checkpoint.store import publish
-from plait.errors import RunFailed
+from plait.errors import PlaitError, RunFailed
 from plait.regular_file import reserve_space
 
 BESIDE = "beside:"
@@ -104,8 +104,13 @@ def publish_copies(
     staging.parent.mkdir(exist_ok=True)
     with clean_stop(staging):
         staging.mkdir(exist_ok=True)
-        for number, (one, parts) in enumerate(chosen):
-            _write_file(staging, number, one, parts)
+        try:
+            for number, (one, parts) in enumerate(chosen):
+                _write_file(staging, number, one, parts)
+        except RunFailed:
+            raise
+        except PlaitError as error:
+            raise RunFailed(str(error)) from error
     position, files = copies[0].position, len(chosen)
     return publish(staging, final, step=step, cursor=position, model=model, world_size=files, needs=needs)
 

@@ -247,7 +247,7 @@ def _secret_file_while_leading(file: Path | None, environment: Mapping[str, str]
 def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, screen: Screen) -> StoppedBy:
     """Join as soon as node 0 listens; "finished" where the run is over already."""
     began, announced = time.monotonic(), False
-    deadline = began + JOIN_AT_LATEST_S
+    deadline, looks_next = began + JOIN_AT_LATEST_S, began + _ASK_SLURM_EVERY_S
     kept = read_secret(None) if place.secret_file is None else None
     # Below Slurm the file is of node 0's making; elsewhere one that is there already may have come with the job.
     was_there = "SLURM_JOB_ID" not in os.environ and place.secret_file is not None and _holds_text(place.secret_file)
@@ -269,6 +269,10 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
                     at = f"{leader}:{place.port}"
                     return join(at, secret_file=place.secret_file, screen=screen, program=program)
             except LeaderNotReached:
+                if time.monotonic() > looks_next:  # a node of its own secret hears of the end by the run's folder alone
+                    looks_next = time.monotonic() + _ASK_SLURM_EVERY_S
+                    if _is_over(target):
+                        return "finished"
                 if not announced and time.monotonic() - began > _SAY_AFTER_S:
                     announced = True
                     screen.print(f"waits    for node 0 to listen at {leader}:{place.port}")
@@ -277,11 +281,12 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
 
 
 def _is_over(target: Sequence[str]) -> bool:
-    """Whether the run, whose folder this node sees, did all its steps."""
+    """Whether the run, whose folder this node sees, did all its steps, and is not asked for more."""
     if is_program(target):
         return False
-    folder = run_folder(load_recipe(Path(target[0]), target[1:]).run.name)
-    return folder.has_begun and folder.is_finished
+    config = load_recipe(Path(target[0]), target[1:])
+    folder = run_folder(config.run.name)
+    return folder.has_begun and folder.is_finished and folder.saved_config().train.budget == config.train.budget
 
 
 def _holds_text(file: Path) -> bool:
