@@ -1,5 +1,5 @@
-"""The example texts for schedulers that plait submit does not know, run by bash with those schedulers' programs played by
-small ones: each node gets its own number, the same leader and the same secret's file."""
+"""The example texts for schedulers that plait submit does not know, run by bash with those schedulers' programs played
+by small ones: each node gets its own number, the same leader and the same secret's file."""
 
 from __future__ import annotations
 

@@ -217,3 +217,20 @@ def test_a_file_that_a_killed_node_0_left_is_not_waited_on_for_ever(
     place = NodePlace(nodes=2, rank=1, leader="127.0.0.1", port=free_ports(1)[0], secret_file=file)
     with pytest.raises(RunFailed, match="did not listen at port"):
         work_on_node(target, place, SilentScreen())
+
+
+def test_a_secret_that_came_with_the_job_is_used_and_stays(tmp_path: Path, target: tuple[str, ...]) -> None:
+    """As one that Kubernetes mounts; node 0 removes only what it made itself."""
+    file = tmp_path / "secret"
+    file.write_text(f"{new_secret().text}\n")
+    file.chmod(0o600)
+    place = NodePlace(nodes=2, rank=0, leader="127.0.0.1", port=free_ports(1)[0], secret_file=file)
+    with pytest.raises(PlaitError, match=r"a\.txt"):
+        work_on_node(target, place, SilentScreen())
+    assert file.exists()
+
+
+def test_node_0_without_a_secret_says_how_to_give_one(target: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PLAIT_SECRET", raising=False)
+    with pytest.raises(PlaitError, match=r"no secret by which they know each other; name a file .* --secret-file"):
+        work_on_node(target, NodePlace(nodes=2, rank=0, leader="127.0.0.1"), SilentScreen())

@@ -248,7 +248,7 @@ def test_the_complaint_of_another_program_is_one_sentence_with_the_mend(said: st
         (lambda: parse_time_s("30"), '"8 hours" or 08:00:00'),
         (lambda: parse_time_s("soon"), '"8 hours" or 08:00:00'),
         (lambda: parse_time_s("10 s"), "too short"),
-        (lambda: parse_scheduler("pbs"), "slurm, ssh or kubernetes"),
+        (lambda: parse_scheduler("pbs"), "slurm, ssh, kubernetes or ray"),
         (lambda: parse_kind("pod"), "jobset, trainjob or job"),
         (lambda: parse_machines("a,,b"), "not the name of a machine"),
         (lambda: parse_machines("-oProxyCommand=reboot"), "not the name of a machine"),
@@ -469,3 +469,16 @@ def test_what_cannot_be_sent_is_one_sentence(request_: SubmitRequest, says: str,
     with pytest.raises(PlaitError, match=says):
         send(request_)
     assert not (Path(".plait") / "submitted").exists() and os.environ["PATH"].startswith(str(tools.folder))
+
+
+def test_a_job_without_a_run_here_is_no_error(tools: Tools, tmp_path: Path) -> None:
+    """plait status of one that waits, or that failed before it began: its scheduler's word, and where to look."""
+    tools.add("sbatch", "17\n")
+    tools.add("squeue", "PENDING|Priority\n")
+    send(REQUEST)
+    shown = CliRunner().invoke(app, ["status", "play"])
+    assert shown.exit_code == 0, shown
+    assert shown.stdout.splitlines() == [
+        "job      play on slurm: job 17, PENDING (others are before it)",
+        "status   it has not begun to train; plait logs play says how far it is, or why it ended",
+    ]
