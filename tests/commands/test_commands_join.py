@@ -59,8 +59,8 @@ def test_a_joined_host_says_what_it_waits_for_and_a_log_nothing_while_the_run_tr
 def test_a_host_that_stays_joins_again_until_the_run_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host 0 comes late, is lost, stops; a sentence is said once."""
     ends: list[str | PlaitError] = [
-        LeaderNotReached("no run there"), LeaderNotReached("no run there"), RunFailed("host 0 was lost: gone; start it"),
-        "SIGTERM", "finished",
+        LeaderNotReached("no run there"), LeaderNotReached("no run there"),
+        RunFailed("host 0 was lost: gone; start it"), "SIGTERM", "finished",
     ]  # fmt: skip
     monkeypatch.setenv("PLAIT_SECRET", new_secret().text)
     used: list[object] = []

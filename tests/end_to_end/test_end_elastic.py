@@ -221,7 +221,7 @@ def _changes(one: Ended) -> list[str]:
 def test_a_lost_host_costs_a_step_where_the_others_hold_the_whole_state(
     apart: Hosts, fixed: Place, run_warm: RunWarm
 ) -> None:
-    """Of three copies any two are enough. No checkpoint is due before the end: what the two have in memory becomes one."""
+    """No checkpoint is due before the end: what two of three copies have in memory becomes one."""
     name, place = "copies", apart.lead_place
     lead = apart.lead(name, 3, "checkpoint.every=1000 steps", "recover.state_every=1")
     guests = [apart.join(1), apart.join(2)]
