@@ -101,9 +101,9 @@ def publish_copies(
     if len({one.position for one in copies}) != 1:
         raise RunFailed("the copies in memory are of different positions in the data")
     chosen = [(one, parts) for one, parts in zip(copies, whole_state(copies, needs), strict=True) if parts]
-    staging.parent.mkdir(exist_ok=True)
     with clean_stop(staging):
-        staging.mkdir(exist_ok=True)
+        for made in (staging.parent, staging):  # not what is above: a run's folder that was moved is not made again
+            made.mkdir(exist_ok=True)
         try:
             for number, (one, parts) in enumerate(chosen):
                 _write_file(staging, number, one, parts)

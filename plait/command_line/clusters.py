@@ -101,7 +101,7 @@ def node_command(
         ),
     ] = None,
 ) -> None:
-    """Do one node's part of a job: for any scheduler that starts the same command on each node."""
+    """Do one node's part of a job. For any scheduler that starts the same command on each node."""
     from plait.clusters.node import NodePlace, tell_scheduler, work_on_node
 
     place = NodePlace(nodes=nodes, rank=rank, leader=leader, port=port, secret_file=secret_file)
