@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from plait.checkpoint.store import checkpoint_for, publish, staging_for
+from plait.checkpoint.transfer import write_rank
 from plait.commands.monitoring.status import status
 from plait.report.incidents import Incident, append_incident
 from plait.working_folder import WorkingFolder
-from tests.checkpoint.conftest import save_state
+from tests.checkpoint.conftest import MODEL, state
 from tests.run_files.written_runs import written_run
 
 
@@ -21,6 +23,13 @@ def incident(step: int, resumed_from: int, *, from_copies: bool) -> Incident:
     times = {"at": "2026-11-28T10:00:00.000", "generation": 1, "lost_s": 0.1, "found_after_s": 0.0}
     values = {**about, **times, "step": step, "resumed_from": resumed_from, "from_copies": from_copies}
     return Incident(**values, decision="started again", sentence="rank 1 was killed by SIGKILL")
+
+
+def saved(checkpoints: Path, step: int, cursor: int) -> None:
+    staging, final = staging_for(checkpoints, step), checkpoint_for(checkpoints, step)
+    for rank, tensors in enumerate(state(step)):
+        write_rank(staging, rank, tensors)
+    publish(staging, final, step=step, cursor=cursor, model=MODEL, world_size=2)
 
 
 def test_the_step_that_is_saved_stands_beside_the_step_that_was_reached(
@@ -33,7 +42,7 @@ def test_the_step_that_is_saved_stands_beside_the_step_that_was_reached(
     assert "step 47 of 100; nothing saved yet; " in lines[0]
     folder.checkpoints.mkdir(exist_ok=True)
     for step in (30, 40):
-        save_state(folder.checkpoints, step)
+        saved(folder.checkpoints, step, cursor=step * folder.saved_plan().job.batch_sequences)
     two_hours_ago = time.time() - 7200
     os.utime(folder.checkpoints / "step-40" / "manifest.json", (two_hours_ago, two_hours_ago))
     for one in (incident(44, 43, from_copies=True), incident(45, 40, from_copies=False)):

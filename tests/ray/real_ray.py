@@ -62,9 +62,9 @@ def address() -> Iterator[str]:
     ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
     head = ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=4", "--num-gpus=0"]
     lean = ["--include-dashboard=false", "--disable-usage-stats", "--object-store-memory=80000000"]
-    subprocess.run([*ray_command, "start", *head, *lean], check=True, timeout=120)
+    subprocess.run([*ray_command, "start", *head, *lean], check=True, timeout=PATIENCE_S)
     yield f"127.0.0.1:{port}"
-    subprocess.run([*ray_command, "stop", "--force"], check=False, timeout=60)
+    subprocess.run([*ray_command, "stop", "--force"], check=False, timeout=PATIENCE_S)
 
 
 def submitted(folder: Path, address: str, workers: int, **environment: str) -> tuple[Place, subprocess.Popen[str]]:
