@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-gpu test-cuda-build test-newest slurm test-ray faults check docs bench speedrun bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-gpu test-cuda-build test-newest slurm faults check docs bench speedrun bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -133,10 +133,6 @@ ROUNDS ?= 1
 slurm: env-dev  ## a real Slurm of four nodes on this machine, and runs on it; needs root, Debian, a quarter of an hour a round
 	@command -v slurmctld >/dev/null && command -v munged >/dev/null || apt-get install --yes --no-install-recommends slurmctld slurmd slurm-client munge
 	PLAIT_SLURM_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest tests/slurm/real_slurm.py
-
-test-ray: env-dev  ## a real Ray of one node on this machine, and runs on it; installs Ray into .venv (70 MB)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt "ray>=2.40"
-	$(BIN)/python -m pytest tests/ray/real_ray.py
 
 # 50 kills, 40 hangs, 40 signals and half an hour of mixed failures, an hour and a half on two cores; fewer of them, or the
 # same once more: make faults FAULTS="--seeds 12 --hangs 8 --signals 8 --minutes 3 --seed 7"

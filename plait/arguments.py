@@ -55,7 +55,7 @@ _WANTED: Mapping[str, _Wanted] = {
     "limit_s": _REAL,
     "md": _OPTIONAL_PATH,
     "on": _Wanted(
-        text='"slurm", "ssh", "kubernetes" or "ray"', types=(str,), words=("slurm", "ssh", "kubernetes", "ray")
+        text='"slurm", "ssh" or "kubernetes"', types=(str,), words=("slurm", "ssh", "kubernetes")
     ),
     "port": _NATURAL,
     "progress": _Wanted(text='"auto", "lines" or "off"', types=(str,), words=("auto", "lines", "off")),

@@ -23,7 +23,7 @@ def submit_command(
         bool,
         typer.Option("--module", "-m", help="Submit a module by its name, as plait run -m: plait submit -m pkg.train."),
     ] = False,
-    on: Annotated[str, typer.Option("--on", metavar="slurm|ssh|kubernetes|ray", help="Who starts it.")],
+    on: Annotated[str, typer.Option("--on", metavar="slurm|ssh|kubernetes", help="Who starts it.")],
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", metavar="MACHINES", help='The machines: "4x(8xH100)+400G"; asked for if left out.'),
@@ -51,7 +51,7 @@ def submit_command(
         Path | None, typer.Option("--out", metavar="FOLDER", help="Only write them into this folder.")
     ] = None,
 ) -> None:
-    """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes, Ray or ssh starts it."""
+    """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes or ssh starts it."""
     from plait.clusters.request import SubmitRequest, parse_kind, parse_machines, parse_scheduler
     from plait.clusters.submit import submit_or_show
     from plait.clusters.target import MODULE_OPTION
