@@ -54,9 +54,7 @@ _WANTED: Mapping[str, _Wanted] = {
     "html": _OPTIONAL_PATH,
     "limit_s": _REAL,
     "md": _OPTIONAL_PATH,
-    "on": _Wanted(
-        text='"slurm", "ssh" or "kubernetes"', types=(str,), words=("slurm", "ssh", "kubernetes")
-    ),
+    "on": _Wanted(text='"slurm", "ssh" or "kubernetes"', types=(str,), words=("slurm", "ssh", "kubernetes")),
     "port": _NATURAL,
     "progress": _Wanted(text='"auto", "lines" or "off"', types=(str,), words=("auto", "lines", "off")),
     "prompt": _TEXT,
