@@ -247,7 +247,7 @@ def _objects_of_job(
             **own,
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [{"from": [own]}],
-            "egress": [{"to": [own]}, {"to": _RESOLVERS, "ports": names}],
+            "egress": [{"to": [own]}, {"to": [*_RESOLVERS], "ports": names}],
         }
         about = "Only this run's pods talk to each other; apart from that they may ask the cluster's DNS for names."
         objects.append(one("networking.k8s.io/v1", "NetworkPolicy", job.name, {"spec": policy}, about))
@@ -341,7 +341,7 @@ def _claim_name(job: ClusterJob, options: Mapping[str, str]) -> str:
 
 def _job_set(job: ClusterJob, inner: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> dict[str, Any]:
     """One set of pods, in which a lost one starts again alone; all of them once one has failed too often, but not after
-    an exit code that a restart would repeat. Needs JobSet 0.8."""
+    an exit code that a restart would repeat. Needs JobSet 0.7."""
 
     def rule(name: str, reason: str) -> dict[str, Any]:
         return {"name": name, "action": "FailJobSet", "onJobFailureReasons": [reason]}

@@ -17,6 +17,7 @@ from plait.clusters.job import (
     AGAIN_SUFFIX,
     LEADER_VARIABLE,
     PORT_VARIABLE,
+    RANK_VARIABLE,
     SECRET_SUFFIX,
     ClusterJob,
     ClusterSystem,
@@ -158,6 +159,10 @@ _STANDS_FOR = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "gpus-per-task"
 """By the option of an own line, the option of plait's that it stands for."""
 _ARRAY_TASK = "$SLURM_ARRAY_TASK_ID"
 _THIS_START = "${SLURM_RESTART_COUNT:-0}"
+_FORGET_PLACE = (
+    "# sbatch hands on the variables of the shell that submits, which may itself be part of another job",
+    f"unset {LEADER_VARIABLE} {RANK_VARIABLE}",
+)
 _FRESH_STEP = (
     "# each start has a step of another number: a lost node that comes back would cancel the one that it had",
     "for ((n = 0; n < ${SLURM_RESTART_COUNT:-0}; n++)); do srun --nodes=1 --ntasks=1 true; done",
@@ -227,7 +232,7 @@ def sbatch_script(job: ClusterJob, options: Mapping[str, str], own: OwnLines = O
     for number, group in enumerate(job.groups):
         lines += ["#SBATCH hetjob"] if number else []
         lines += [f"#SBATCH {option}" for option in _node_options(group, options) if not _is_replaced(option, own)]
-    lines += ["", *own.shell, "set -u", *_meeting_lines(job), *_FRESH_STEP, ""]
+    lines += ["", *_FORGET_PLACE, *own.shell, "set -u", *_meeting_lines(job), *_FRESH_STEP, ""]
     lines += [*_launch_lines(job, options, own), "code=$?", "", *_requeue_lines(job)]
     return "\n".join(lines) + "\n"
 

@@ -31,7 +31,7 @@ printf '%s\n' "$*" >>"$here/calls"
 case "$*" in
   "get pods"*) cat "$here/pods.json";;
   "get workloads"*|"get events"*) cat "$here/$2.json" 2>/dev/null || { echo "no such kind: $2" >&2; exit 1; };;
-  "get "*"json") cat "$here/job.json" 2>/dev/null;;
+  "get "*" json "*) cat "$here/job.json" 2>/dev/null;;
   "get "*) [ ! -e "$here/is-there" ] || echo "$2/$3"
     [ ! -e "$here/no-crd" ] || { echo "error: the server doesn't have a resource type \"$2\"" >&2; exit 1; };;
   apply*) cat >>"$here/applied";;

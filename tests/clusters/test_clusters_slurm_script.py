@@ -93,6 +93,8 @@ def test_own_lines_pass_through_and_stand_for_plaits_own() -> None:
     # Before set -u, which modules' functions do not stand, and before node 0 is looked up.
     assert lines.index("module load cuda/12.8") < lines.index("set -u")
     assert any(line.startswith("PLAIT_LEADER=${PLAIT_LEADER:-") for line in lines)
+    # Only these lines may name node 0: the submitting shell, whose variables sbatch hands on, may be of another job.
+    assert lines.index("unset PLAIT_LEADER PLAIT_NODE_RANK") < lines.index("module load cuda/12.8")
     [start] = [line for line in lines if " node --nodes 2 " in line]
     assert start.endswith('"run.name=web-$SLURM_ARRAY_TASK_ID" "run.seed=$SLURM_ARRAY_TASK_ID"')
 
