@@ -49,7 +49,7 @@ def test_the_step_that_is_saved_stands_beside_the_step_that_was_reached(
         append_incident(folder.incidents, one)
     append_incident(folder.incidents, incident(3, 0, from_copies=False))
     text = "\n".join(status("play", working=working))
-    assert "step 47 of 100; step 40 saved 2 h ago; " in text
+    assert "step 47 of 100; step 40 saved 2 h 0 min ago; " in text
     assert "went on from copies in memory of step 43, 1 step done again" in text
     assert "went on from the checkpoint of step 40, 5 steps done again" in text
     assert "went on from the beginning, 3 steps done again" in text
