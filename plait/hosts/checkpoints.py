@@ -19,7 +19,7 @@ from plait.errors import PlaitError, RunFailed, disk_advice
 from plait.hosts.copies import READ_KEPT, KeptQuestion
 from plait.hosts.files import READ_FILE, STAGING_NAME, ReadRequest, fetch_file
 from plait.hosts.protocol import Peer, parse_message
-from plait.launch.values.copies import KeptFile
+from plait.launch.values.copies import CopyPart
 from plait.launch.values.failure import FailureFacts, WorkersFailed
 from plait.launch.values.job import NOTE, Message
 from plait.workers import OnMessage
@@ -141,7 +141,7 @@ class CheckpointCollector:
             self._on_the_way.discard((rank, staging))
 
     def _fetch_file(
-        self, peer: Peer, path: Path, memory: object, what: KeptFile, check: Callable[[Path], None]
+        self, peer: Peer, path: Path, memory: object, what: CopyPart, check: Callable[[Path], None]
     ) -> None:
         is_cancelled = self._cancelled.is_set
         if memory is None:

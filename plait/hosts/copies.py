@@ -11,7 +11,7 @@ from plait.hosts.membership import Member
 from plait.hosts.protocol import Handlers, ReadReply, Reply, RequestKind
 from plait.hosts.wire import BLOB_BYTES_AT_MOST
 from plait.launch.local.run import ForkServer
-from plait.launch.values.copies import CopiesByStep, KeptFile, ReadableCopy
+from plait.launch.values.copies import CopiesByStep, CopyPart, ReadableCopy
 from plait.launch.values.job import RANKS_AT_MOST
 
 
@@ -41,7 +41,7 @@ class KeptQuestion:
 
     local_rank: int
     step: int
-    what: KeptFile
+    what: CopyPart
     lineage: int | None = None
     offset: int = 0
     bytes: int = 0
@@ -104,7 +104,7 @@ def surviving_copies(own: ForkServer, members: Sequence[Member], ranks: Sequence
 
 
 def _copy_of(member: Member, rank: int, place: int, step: int, lineage: int) -> ReadableCopy:
-    def read(what: KeptFile, offset: int, nbytes: int) -> tuple[int, bytes]:
+    def read(what: CopyPart, offset: int, nbytes: int) -> tuple[int, bytes]:
         wanted = min(nbytes, BLOB_BYTES_AT_MOST)
         asked = KeptQuestion(local_rank=place, step=step, what=what, lineage=lineage, offset=offset, bytes=wanted)
         answer = member.ask(READ_KEPT, asked)

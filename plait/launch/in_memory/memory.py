@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from zlib import crc32
 
-from plait.launch.values.copies import OUTBOX, SLOTS, KeptCopy, KeptFile
+from plait.launch.values.copies import OUTBOX, SLOTS, CopyPart, KeptCopy
 from plait.regular_file import reserve_space
 
 # Addresses in a file that takes memory only where something was written: ranks need not know each other's sizes.
@@ -42,7 +42,7 @@ class AgentMemory:
         return sorted(set.intersection(*kept), reverse=True) if kept else []
 
     def kept(
-        self, local_rank: int, step: int, lineage: int | None, what: KeptFile, offset: int, nbytes: int
+        self, local_rank: int, step: int, lineage: int | None, what: CopyPart, offset: int, nbytes: int
     ) -> tuple[int, bytes] | None:
         """The size of the tensors or of the list of a rank's copy of this step and lineage, or with no lineage of its
         part of a checkpoint in the outbox, and some of its bytes; None where there is none."""

@@ -18,7 +18,7 @@ from plait.launch.local.server import ServerProcess
 from plait.launch.local.signals import collected_signals
 from plait.launch.local.site import LocalWorkerHost
 from plait.launch.local.supervise import Supervision
-from plait.launch.values.copies import CopiesByStep, KeptFile, ReadableCopy
+from plait.launch.values.copies import CopiesByStep, CopyPart, ReadableCopy
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message
 from plait.launch.values.phase import PhaseTimeouts
@@ -118,7 +118,7 @@ class ForkServer:
         """The whole copies of this host's `ranks`, of each step of which all of them have one. From any thread."""
 
         def readable(place: int, step: int) -> ReadableCopy:
-            def read(what: KeptFile, offset: int, nbytes: int) -> tuple[int, bytes]:
+            def read(what: CopyPart, offset: int, nbytes: int) -> tuple[int, bytes]:
                 found = self.kept(place, step, lineage, what, offset, nbytes)
                 if found is None:
                     raise PlaitError(f"the copy of step {step} of rank {ranks[place]} is no longer in memory")
@@ -130,7 +130,7 @@ class ForkServer:
         return {step: [readable(place, step) for place in range(len(ranks))] for step in steps}
 
     def kept(
-        self, local_rank: int, step: int, lineage: int | None, what: KeptFile, offset: int, nbytes: int
+        self, local_rank: int, step: int, lineage: int | None, what: CopyPart, offset: int, nbytes: int
     ) -> tuple[int, bytes] | None:
         """As in AgentMemory. From any thread."""
         memory = self._memory

@@ -26,7 +26,7 @@ class KeptCopy:
     data_bytes: int
 
 
-KeptFile = Literal["tensors", "list"]
+CopyPart = Literal["tensors", "list"]
 """What a slot holds: the bytes of tensors as in a rank's file of a checkpoint, and the text that lists them."""
 
 
@@ -38,7 +38,7 @@ class ReadableCopy:
     """
 
     rank: int
-    read: Callable[[KeptFile, int, int], tuple[int, bytes]]
+    read: Callable[[CopyPart, int, int], tuple[int, bytes]]
 
 
 CopiesByStep = Mapping[int, Sequence[ReadableCopy]]
