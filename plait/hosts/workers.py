@@ -16,11 +16,12 @@ from plait.devices import traits_of
 from plait.errors import PlaitError
 from plait.hosts.checkpoints import CheckpointCollector
 from plait.hosts.connection import HostConnection
-from plait.hosts.copies import copied_steps
+from plait.hosts.copies import copied_steps, surviving_copies
 from plait.hosts.job_files import FileStager, joined_host_part, own_part, read_job_argument
 from plait.hosts.joining import HostsRequest, own_host_info
 from plait.hosts.leader import HostPart, Hosts, invited_hosts
 from plait.hosts.membership import JoinPolicy, Member
+from plait.launch.values.copies import CopiesByStep
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST, Job, JobResult, Message
 from plait.machines.machine import Machine, make_names_unique, usable_cores
@@ -219,6 +220,10 @@ class LeaderWorkers:
     def copied_steps(self, lineage: int) -> Sequence[int]:
         counts = [share.workers for share in self.host_shares]
         return copied_steps(self._hosts.server, self._hosts.members, counts, lineage)
+
+    def copies(self, lineage: int) -> CopiesByStep:
+        counts = [share.workers for share in self.host_shares]
+        return surviving_copies(self._hosts.server, self._hosts.members, counts, lineage)
 
     def _renumber_hosts(self, host_order: tuple[int, ...]) -> None:
         """Give every host its number; cached values about the hosts stay in the order of admission."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.arrival import part_files
+from plait.checkpoint.assembled import BESIDE
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, StoredPart, parts_text
 from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_part, whole_slice
@@ -21,7 +22,7 @@ from plait.machines.machine import free_memory_bytes
 from plait.parallel.exchange import agree_on_any, gather_json
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.carrier import MEMORY_KEPT, Slices
-from plait.trainer.checkpointing.from_memory import BESIDE, restore_from_memory
+from plait.trainer.checkpointing.from_memory import restore_from_memory
 from plait.trainer.checkpointing.host_cover import PartPlace, kept_beside
 from plait.trainer.checkpointing.persist import LOSS_SCALE, held_state, rank_slices, state_boxes
 from plait.trainer.optimizer.optim import updates_counted

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.arrival import part_files
+from plait.checkpoint.assembled import BESIDE
 from plait.checkpoint.manifest import StoredPart, parse_parts
 from plait.checkpoint.transfer import slice_of_parts
 from plait.errors import PlaitError, RunFailed
@@ -21,11 +22,8 @@ from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.host_cover import PartPlace, covers
 from plait.trainer.checkpointing.persist import LOSS_SCALE, load_state, state_boxes
-from plait.trainer.optimizer.optim import counts_updates
+from plait.trainer.optimizer.moments import counts_updates
 from plait.trainer.state import TrainState
-
-BESIDE = "beside:"
-"""Begins the keys of parts in a copy that are another rank's in a checkpoint."""
 
 
 @torch.no_grad()

@@ -23,7 +23,8 @@ from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.fits import described_model
-from plait.trainer.optimizer.optim import all_moment_names, counts_updates, moment_names, updates_counted
+from plait.trainer.optimizer.moments import all_moment_names, counts_updates, moment_names
+from plait.trainer.optimizer.optim import updates_counted
 from plait.trainer.state import TrainState
 
 LOSS_SCALE = "loss_scale"
