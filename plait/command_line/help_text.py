@@ -46,8 +46,8 @@ COMMAND_EXAMPLES: Mapping[str, tuple[str, str]] = {
         "plait check qlora.yaml --cluster 1x4090 samples=2000",
     ),
     "node": (
-        "PLAIT_NODE_RANK=0 PLAIT_LEADER=ann plait node --nodes 2 --secret-file s -- first.toml",
-        "PLAIT_NODE_RANK=1 PLAIT_LEADER=ann plait node --nodes 2 --secret-file s -- first.toml",
+        "plait node --nodes 2 --rank 0 --leader ann --secret-file s -- first.toml",
+        "plait node --nodes 2 --rank 1 --leader ann --secret-file s -- first.toml",
     ),
     "submit": ("plait submit first.toml --on slurm --dry-run", "plait submit first.toml --on ssh --machines ada,bob"),
     "logs": ("plait logs first", "plait logs first | tail -n 20"),
