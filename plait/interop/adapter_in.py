@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isclose, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from plait.errors import PlaitError
-from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY
+from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY, QUANTIZATION_KEY
 from plait.interop.base_model import read_json_file
 from plait.interop.configs.adapter_values import alphas_of, check_adapter_values
 from plait.interop.links import refuse_links_out
 from plait.interop.peft_names import PeftModule, peft_modules
-from plait.model.adapter_shape import AdapterShape, AdapterTarget
+from plait.model.adapter_shape import BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
 from plait.model.gpt import GPT
 from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.shape import ModelShape, linear_layers, weight_sizes
@@ -62,7 +62,10 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     _check_sizes(folder, weights, rank, shape)
     _refuse_not_finite(folder, tensors)
     targets = _targets(folder, modules, shape)
-    adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=variant)
+    kept = metadata.get(QUANTIZATION_KEY, "none")
+    adapter = AdapterShape(
+        rank=rank, alpha=alpha, targets=targets, variant=variant, quantization=_known_quantization(folder, kept)
+    )
     return LoadedAdapter(shape=adapter, weights=weights, base=metadata.get(BASE_KEY, ""))
 
 
@@ -203,6 +206,16 @@ def _refuse_not_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{name} in {folder / ADAPTER_WEIGHTS} holds NaN or infinity, so nothing can be computed with it; "
                 "download it again, or take an earlier one"
             )
+
+
+def _known_quantization(folder: Path, kept: str) -> Quantization:
+    for known in get_args(Quantization):
+        if kept == known:
+            return known
+    raise PlaitError(
+        f"{folder / ADAPTER_WEIGHTS} was trained beside weights in {kept!r:.40}, which plait does not know; it knows "
+        + " and ".join(BLOCK_BYTES)
+    )
 
 
 def _count(folder: Path, config: Mapping[str, Any], key: str) -> int:
