@@ -181,7 +181,8 @@ def quantize(matrix_oi: Tensor, quantization: Quantization) -> QuantizedMatrix:
 
 @torch.no_grad()
 def quantize_in_place(layers: nn.ModuleDict, quantization: Quantization) -> None:
-    """Give the matrices of whole layers the numbers that are left of them once they were quantized."""
+    """Give the matrices of a model's layers the numbers that are left of them once they were quantized: those that an
+    adapter was trained beside. The layers have no adapters yet."""
     for matrix in [one for one in layers.parameters() if one.ndim == 2]:
         matrix.copy_(dequantized(matrix.float().cpu(), quantization))
 

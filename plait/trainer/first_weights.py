@@ -59,9 +59,9 @@ def _fill_quantized(
 ) -> None:
     """Fill weights that are kept in blocks, one after the other, each from the whole matrix: no rank has more than one
     in float32 at a time. A rank without stages keeps plain matrices of the same numbers."""
-    assert shape.adapter is not None
     layers = quantized_layers(sharded)
     for one in weights:
+        assert shape.adapter is not None
         matrix, layer = read(one.name), layers.get(one.name)
         if layer is None or layer.part is None or layer.scales is None:
             one.tensor.copy_(dequantized(matrix, shape.adapter.quantization))

@@ -53,8 +53,9 @@ def open_model(
 
 
 def open_each(name: str, adapters: Sequence[str], working: WorkingFolder) -> Iterator[OpenedModel]:
-    """The model with each of these adapters in turn; its own weights are in memory once. Raises PlaitError, before the
-    first, for one that is not there or does not fit."""
+    """The model with each of these adapters in turn; its own weights are in memory once, and once more for adapters
+    that were trained beside quantized ones. Raises PlaitError, before the first, for one that is not there or does not
+    fit."""
     plain = find_model(name, working, adapter=NO_ADAPTER)
     found = [with_stored_adapter(plain, one, working) for one in adapters]
     opened, base = _opened(plain), read_base_model(Path(plain.stored.path))
@@ -64,7 +65,9 @@ def open_each(name: str, adapters: Sequence[str], working: WorkingFolder) -> Ite
         if one.stored.adapter is not None:
             adapter = load_adapter(one.stored.adapter, base)
             kept = adapter.shape.quantization
-            bases.setdefault(kept, bases[kept] if kept in bases else beside(opened.model, kept))
+            if kept not in bases:
+                bases[kept] = deepcopy(opened.model)
+                quantize_in_place(bases[kept].layers, kept)
             model = with_adapter(bases[kept], adapter)
         yield replace(opened, model=model, origin=one.origin)
 
@@ -100,20 +103,12 @@ def load_stored(stored: StoredModel, device: torch.device) -> GPT:
         if stored.adapter is None:
             return model
         adapter = load_adapter(stored.adapter, base)
-        return with_adapter(beside(model, adapter.shape.quantization), adapter)
+        if adapter.shape.quantization != "none":
+            quantize_in_place(model.layers, adapter.shape.quantization)
+        return with_adapter(model, adapter)
     model = GPT(stored.shape)
     load_weights(model, path, read_manifest(path))
     return model.to(device).eval()
-
-
-def beside(model: GPT, quantization: Quantization) -> GPT:
-    """A model that begins as this one and computes with the numbers that adapters were trained beside: this one itself
-    where it was not quantized."""
-    if quantization == "none":
-        return model
-    quantized = deepcopy(model)
-    quantize_in_place(quantized.layers, quantization)
-    return quantized
 
 
 def load_adapter(stored: StoredAdapter, base: BaseModel) -> LoadedAdapter:
