@@ -4,7 +4,7 @@ beside that model's weights."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isclose, sqrt
 from pathlib import Path
 from typing import Any, get_args
@@ -20,6 +20,7 @@ from plait.interop.configs.adapter_values import alphas_of, check_adapter_values
 from plait.interop.links import refuse_links_out
 from plait.interop.peft_names import PeftModule, peft_modules
 from plait.model.adapter_shape import BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
+from plait.model.adapters import directed_weight
 from plait.model.gpt import GPT
 from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.shape import ModelShape, linear_layers, weight_sizes
@@ -37,6 +38,8 @@ class LoadedAdapter:
     """By our names."""
     base: str
     """Fingerprint of the base that it was trained on; empty where its files do not say."""
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """DoRA's: the length [out] of each row of an adapted weight, by the names of linear layers; empty without it."""
 
 
 def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
@@ -46,7 +49,10 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     config = read_json_file(folder / ADAPTER_CONFIG, instead="name a folder that PEFT or plait wrote")
     check_adapter_values(folder / ADAPTER_CONFIG, config)
     tensors, metadata = _tensors(folder / ADAPTER_WEIGHTS)
-    modules = _modules_present(folder, peft_modules(family, shape, linear_layers(shape)), tensors, shape)
+    known = peft_modules(family, shape, linear_layers(shape))
+    magnitude_keys = {one.magnitude_key for one in known} if config.get("use_dora") else set[str]()
+    factor_tensors = {name: one for name, one in tensors.items() if name not in magnitude_keys}
+    modules = _modules_present(folder, known, factor_tensors, shape)
     pairs = [(tensors[module.key("A")], tensors[module.key("B")]) for module in modules]
     names = [module.name for module in modules]
     ranks, alphas = (values_of(folder / ADAPTER_CONFIG, config, names) for values_of in (ranks_of, alphas_of))
@@ -65,18 +71,22 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     alpha = scales[0] * (sqrt(rank) if variant == "rslora" else rank)
     _check_sizes(folder, factors, shape)
     _refuse_not_finite(folder, tensors)
+    magnitudes = _magnitudes(folder, modules, tensors) if magnitude_keys else {}
     targets = _targets(folder, modules, shape, config)
     weights = _filled_up(factors, targets, rank, shape)
     kept = metadata.get(QUANTIZATION_KEY, "none")
     adapter = AdapterShape(
         rank=rank, alpha=alpha, targets=targets, variant=variant, quantization=_known_quantization(folder, kept)
     )
-    return LoadedAdapter(shape=adapter, weights=weights, base=metadata.get(BASE_KEY, ""))
+    return LoadedAdapter(shape=adapter, weights=weights, magnitudes=magnitudes, base=metadata.get(BASE_KEY, ""))
 
 
 @torch.no_grad()
 def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
-    """A model of the same weights, which it shares with `model`, and an adapter of its own. `model` has none."""
+    """A model of the same weights, which it shares with `model`, and an adapter of its own. `model` has none. A DoRA
+    adapter is merged into weights of its own."""
+    if adapter.magnitudes:
+        return _with_directions(model, adapter)
     with torch.device("meta"):
         adapted = GPT(replace(model.shape, adapter=adapter.shape), model.part)
     base = dict(model.named_parameters())
@@ -86,6 +96,36 @@ def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
         path, _, leaf = name.rpartition(".")
         setattr(adapted.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
     return adapted.eval()
+
+
+def _with_directions(model: GPT, adapter: LoadedAdapter) -> GPT:
+    with torch.device("meta"):
+        merged = GPT(model.shape, model.part)
+    for name, weight in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        own = weight.data
+        if leaf == "weight" and path in adapter.magnitudes:
+            a, b = (adapter.weights[f"{path}.{letter}"].to(own.device) for letter in (ADAPTER_A, ADAPTER_B))
+            own = directed_weight(own, a, b, adapter.shape.scale, adapter.magnitudes[path].to(own.device))
+        setattr(merged.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
+    return merged.eval()
+
+
+def _magnitudes(folder: Path, modules: Sequence[PeftModule], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """DoRA's lengths of rows by linear layer of ours."""
+    found: dict[str, Tensor] = {}
+    for module in modules:
+        if module.magnitude_key not in tensors:
+            raise PlaitError(f"{folder / ADAPTER_WEIGHTS} lacks {module.magnitude_key}; bring the whole file")
+        whole, outputs = tensors[module.magnitude_key].flatten(), len(tensors[module.key("B")])
+        if len(whole) != outputs:
+            raise PlaitError(
+                f"{module.magnitude_key} in {folder / ADAPTER_WEIGHTS} has {len(whole)} numbers beside {outputs} "
+                "outputs; bring the whole file"
+            )
+        parts = whole.chunk(module.parts)
+        found |= {f"layers.{module.layer}.{target}": parts[part] for part, target in module.targets.items()}
+    return found
 
 
 def _tensors(file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:

@@ -138,6 +138,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"k_proj": 2, "up_proj": 30},
         "use_rslora": True,
     },
+    "dora": {"use_dora": True, "rank_pattern": {"v_proj": 2}},
     "some layers": {"layers_to_transform": [1]},
     "some modules of some layers": {"layers_to_transform": [0], "target_modules": ["q_proj", "down_proj"]},
 }
@@ -145,19 +146,25 @@ PATTERNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("seed", [1, 3], ids=["llama", "qwen2"])
+@pytest.mark.parametrize("seed", [0, 1, 3], ids=["gpt2", "llama", "qwen2"])
 def test_what_peft_wrote_with_patterns_is_read(tmp_path: Path, seed: int, name: str) -> None:
     peft = pytest.importorskip("peft")
     base = saved_base(tmp_path / "base", seed)
     options = {"target_modules": "all-linear", "init_lora_weights": False, **PATTERNS[name]}
+    if seed == 0 and isinstance(options["target_modules"], list):
+        options["target_modules"] = ["c_attn", "c_fc"]
     theirs = peft.get_peft_model(random_model(random_config(seed)), peft.LoraConfig(r=4, lora_alpha=6, **options))
+    for key, weight in theirs.named_parameters():
+        if "magnitude" in key:  # else each row would keep the length that it has
+            weight.data *= torch.linspace(0.5, 1.5, len(weight.flatten())).view(weight.shape)
     theirs.eval().save_pretrained(tmp_path / "adapter")
     found = read_adapter(tmp_path / "adapter", base.family, base.shape)
     with torch.no_grad():
         wanted = theirs(TOKENS_BT).logits.flatten(0, 1)
     model = load_model_from(base, SEQUENCE, CPU)
     torch.testing.assert_close(logits_of(with_adapter(model, found)), wanted, rtol=0, atol=2e-4)
-    merged = merge_adapters(with_adapter(model, found))
+    merged = with_adapter(model, found)
+    merged = merged if found.magnitudes else merge_adapters(merged)
     torch.testing.assert_close(logits_of(merged), wanted, rtol=0, atol=2e-4)
 
 
@@ -211,7 +218,11 @@ CASES: dict[str, tuple[Break, str]] = {
         "not usable",
     ),
     "another kind": (config(peft_type="IA3"), "is of the kind IA3, and plait reads LORA alone"),
-    "dora": (config(use_dora=True), "use_dora in .* is True, which plait does not compute"),
+    "dora": (config(use_dora=True), "lacks .*lora_magnitude_vector; bring the whole file"),
+    "a magnitude without dora": (
+        tensors(lambda found: found.update({f"{FIRST}.lora_magnitude_vector": torch.ones(4)})),
+        r"is of another base: it has .*lora_magnitude_vector",
+    ),
     "weights that PEFT changed": (
         config(init_lora_weights="pissa_niter_4"),
         "init_lora_weights in .* is 'pissa_niter_4'.*convert it to plain LoRA with PEFT's path_initial_model_for_weig",

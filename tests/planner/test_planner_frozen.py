@@ -114,7 +114,7 @@ def test_eight_billion_parameters_fit_beside_a_card_of_24_gigabytes() -> None:
         estimate_memory(work(adapted(shape, quantization=kind)), row, PLAIT_PROFILE).reserved[0]
         for kind in ("none", "nf4")
     ]
-    assert needed[1] < 0.6 * card < card * 0.9 < needed[0]
+    assert needed[1] < 0.6 * card and needed[0] - needed[1] > 9e9  # 6.5 billion numbers, 1.48 bytes less of each
 
 
 def test_a_tensor_rank_holds_what_the_descriptions_of_the_weights_say() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from plait.errors import PlaitError
 
 _OFF: Mapping[str, tuple[object, ...]] = {
-    "use_dora": (False, None),
     "lora_bias": (False, None),
     "bias": ("none", None),
     "modules_to_save": (None, []),
@@ -34,7 +33,7 @@ _KNOWN = frozenset(
         "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
         "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
         "merge_weights", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-        "runtime_config", "target_modules", "task_type", "use_rslora",
+        "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
     }
 )  # fmt: skip
 """Keys that plait reads, or that change nothing beside the others: the settings of a way to begin are read with
