@@ -35,7 +35,8 @@ NF4 = (
 )  # fmt: skip
 """Quantiles of a normal distribution, between -1 and 1 (Dettmers et al. 2023, appendix E)."""
 _LARGEST_CODE = 127
-_SMALLEST = 1e-38
+_SMALLEST = 1e-30
+"""Far below every block of a model, and no denormal number, which workers round to zero."""
 _BLOCKS_AT_ONCE = {"cpu": 1 << 12}
 """Blocks that are read at a time: what lies between stays in a processor's cache."""
 _BLOCKS_AT_ONCE_ELSEWHERE = 1 << 18

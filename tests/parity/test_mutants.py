@@ -80,7 +80,7 @@ ADAPTER_SHOWN_BY = {
 """The same for mutants that only a model with an adapter shows."""
 QUANTIZED_SHOWN_BY: dict[str, dict[str, Any]] = {
     "gathered-blocks-begin-alike": {"shard": 2, "shard_what": "parameters"},
-    "part-begins-with-its-block": {"tensor": 2},
+    "columns-begin-alike": {"tensor": 2},
 }
 """The same for mutants that only quantized weights show."""
 
