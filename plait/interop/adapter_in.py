@@ -19,7 +19,7 @@ from plait.interop.base_model import read_json_file
 from plait.interop.configs.adapter_values import alphas_of, check_adapter_values, ranks_of
 from plait.interop.links import refuse_links_out
 from plait.interop.peft_names import PeftModule, peft_modules
-from plait.model.adapter_shape import BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
+from plait.model.adapter_shape import QUANTIZED_BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
 from plait.model.adapters import directed_weight
 from plait.model.gpt import GPT
 from plait.model.names import ADAPTER_A, ADAPTER_B
@@ -269,5 +269,5 @@ def _known_quantization(folder: Path, kept: str) -> Quantization:
             return known
     raise PlaitError(
         f"{folder / ADAPTER_WEIGHTS} was trained beside weights in {kept!r:.40}, which plait does not know; it knows "
-        + " and ".join(BLOCK_BYTES)
+        + " and ".join(QUANTIZED_BLOCK_BYTES)
     )

@@ -26,7 +26,7 @@ Quantization = Literal["none", "nf4", "int8"]
 eight bits (quantization.py)."""
 BLOCK = 64
 """Numbers of a block."""
-BLOCK_BYTES: Mapping[Quantization, int] = {"nf4": BLOCK // 2 + 1, "int8": BLOCK + 4}
+QUANTIZED_BLOCK_BYTES: Mapping[Quantization, int] = {"nf4": BLOCK // 2 + 1, "int8": BLOCK + 4}
 """Bytes of a block: its codes, and its scale in eight bits or in float32."""
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from plait.model.adapter_shape import BLOCK, BLOCK_BYTES, Quantization
+from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, Quantization
 
 GROUP = 256
 """Blocks whose scales share a scale."""
@@ -67,7 +67,7 @@ class QuantizedPart:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
-        return BLOCK_BYTES[self.quantization]
+        return QUANTIZED_BLOCK_BYTES[self.quantization]
 
     @property
     def scales(self) -> int:
@@ -159,7 +159,7 @@ def quantize(matrix_oi: Tensor, quantization: Quantization) -> QuantizedMatrix:
     """The blocks of a whole matrix in float32 on the processor: the same on every machine."""
     flat = matrix_oi.reshape(-1)
     numbers = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    blocks = torch.empty(len(numbers), BLOCK_BYTES[quantization], dtype=torch.uint8)
+    blocks = torch.empty(len(numbers), QUANTIZED_BLOCK_BYTES[quantization], dtype=torch.uint8)
     largest = numbers.abs().amax(dim=1)
     for begin in range(0, len(blocks), _BLOCKS_AT_ONCE["cpu"]):
         some = slice(begin, begin + _BLOCKS_AT_ONCE["cpu"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.errors import PlaitError
-from plait.model.adapter_shape import BLOCK, BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
+from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
 from plait.model.shape import ModelShape, linear_layers, parameter_count
 from plait.model.weights import describe_weights, is_quantized, trained_parameter_count
 from plait.planner.derive.derived import Derived
@@ -79,7 +79,7 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Der
 
 def _quantized_reason(shape: ModelShape, kept: Quantization) -> str:
     numbers = sum(one.numbers for name, one in describe_weights(shape).items() if is_quantized(name, shape))
-    each = BLOCK_BYTES[kept] / BLOCK
+    each = QUANTIZED_BLOCK_BYTES[kept] / BLOCK
     return (
         f"frozen matrices in {kept}: {each * 8:.2f} bits a number, {format_bytes(each * numbers)} in place of "
         f"{format_bytes(2 * numbers)} in 16 bits; each product reads its matrix from them (Dettmers 2023)"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from plait.model.adapter_shape import BLOCK, BLOCK_BYTES, AdapterTarget, Quantization
+from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, AdapterTarget, Quantization
 from plait.model.shape import ModelShape, is_gated
 from plait.model.weights import kernel_width, scored_width
 from plait.planner.problem.candidates import Counts, Reals
@@ -115,7 +115,7 @@ class Workload:
     @property
     def matrix_bytes(self) -> float:
         """Bytes of a number of a layer's matrices as they are gathered, and kept where they are frozen."""
-        return self.element_bytes if self.quantization == "none" else BLOCK_BYTES[self.quantization] / BLOCK
+        return self.element_bytes if self.quantization == "none" else QUANTIZED_BLOCK_BYTES[self.quantization] / BLOCK
 
     @property
     def feedforward_matrices(self) -> int:
