@@ -55,7 +55,8 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     modules = _modules_present(folder, known, factor_tensors, shape)
     pairs = [(tensors[module.key("A")], tensors[module.key("B")]) for module in modules]
     names = [module.name for module in modules]
-    ranks, alphas = (values_of(folder / ADAPTER_CONFIG, config, names) for values_of in (ranks_of, alphas_of))
+    ranks = ranks_of(folder / ADAPTER_CONFIG, config, names)
+    alphas = alphas_of(folder / ADAPTER_CONFIG, config, names)
     for module, pair, rank in zip(modules, pairs, ranks, strict=True):
         _check_pair(folder, module, pair, rank)
     # A module's product is multiplied by its alpha over its own rank, or over the root of it.

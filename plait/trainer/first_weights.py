@@ -35,7 +35,7 @@ def fill_first_weights(sharded: ShardedModel, plan: Plan, seed: int, *, which: W
     """Fill this rank's weights as the plan says: all of them, or those alone that no checkpoint has. Raises PlaitError
     where the model's folder is not as it was planned with."""
     held = [one for one in sharded.weights if which == "all" or not one.trained]
-    if not held:
+    if not held and not quantized_layers(sharded):
         return
     shape = plan.job.shape
     quantized = [one for one in held if is_quantized(one.name, shape)]
@@ -59,16 +59,19 @@ def _fill_quantized(
 ) -> None:
     """Fill weights that are kept in blocks, one after the other, each from the whole matrix: no rank has more than one
     in float32 at a time. A rank without stages keeps plain matrices of the same numbers."""
-    layers = quantized_layers(sharded)
-    for one in weights:
-        assert shape.adapter is not None
-        matrix, layer = read(one.name), layers.get(one.name)
+    if shape.adapter is None:
+        return
+    layers, held = quantized_layers(sharded), {one.name: one for one in weights}
+    # A rank with none of a matrix's blocks multiplies with those that it gathers, and so it needs their scales.
+    for name in dict.fromkeys((*held, *layers)):
+        matrix, layer, one = read(name), layers.get(name), held.get(name)
         if layer is None or layer.part is None or layer.scales is None:
-            one.tensor.copy_(dequantized(matrix, shape.adapter.quantization))
+            held[name].tensor.copy_(dequantized(matrix, shape.adapter.quantization))
             continue
         found = quantize(matrix, shape.adapter.quantization)
         layer.scales.copy_(found.scales)
-        one.tensor.copy_(layer.part.cut(found).narrow(0, one.box.offset[0], one.box.extent[0]))
+        if one is not None:
+            one.tensor.copy_(layer.part.cut(found).narrow(0, one.box.offset[0], one.box.extent[0]))
 
 
 def _biases_in(base: BaseModel, sharded: ShardedModel) -> Iterable[tuple[str, Box, Tensor]]:
