@@ -124,8 +124,8 @@ def _magnitudes(folder: Path, modules: Sequence[PeftModule], tensors: Mapping[st
                 f"{module.magnitude_key} in {folder / ADAPTER_WEIGHTS} has {len(whole)} numbers beside {outputs} "
                 "outputs; bring the whole file"
             )
-        parts = whole.chunk(module.parts)
-        found |= {f"layers.{module.layer}.{target}": parts[part] for part, target in module.targets.items()}
+        for part, target in module.targets.items():
+            found[f"layers.{module.layer}.{target}"] = whole[module.outputs_of(part, outputs)]
     return found
 
 
