@@ -20,8 +20,7 @@ class FinetuneSection(RecipeSection):
     """[finetune]: tune the model in `model.from`: all of its weights, or small adapters beside them."""
 
     method: FinetuneMethod | Auto = "auto"
-    """"full": all weights learn; "lora": adapters of low rank, the rest is frozen; "qlora": the same beside frozen
-    matrices of a few bits a number (Dettmers 2023); "auto": all, as in training on."""
+    """Which weights learn: all ("full", "auto"), or adapters ("lora"), beside matrices of 4 or 8 bits ("qlora")."""
     quantization: Literal["nf4", "int8"] = "nf4"
     """QLoRA's: what the frozen matrices of layers are kept in, blocks of 4.1 or of 8.5 bits a number."""
     rank: Width | Auto = "auto"

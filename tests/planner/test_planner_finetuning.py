@@ -202,7 +202,7 @@ def test_targets_may_have_peft_names(names: list[str], shape: ModelShape, meant:
         (("finetune.rank=200",), r"finetune.rank = 200 is above the 192 of attention.k's smaller side.*at most 192"),
         (("finetune.method=full", "finetune.rank=8"), 'finetune is not usable: rank is LoRA\'s; write method = "lora"'),
         (("finetune.method=auto", "finetune.variant=rslora"), "variant is LoRA's"),
-        (("finetune.method=dora",), 'finetune.method is not usable: it should be "full" or "lora" or "auto"'),
+        (("finetune.method=dora",), 'finetune.method is not usable: it should be "full", "lora" or "qlora" or "auto"'),
         (("finetune.targets=[]",), "finetune.targets is not usable"),
         (("finetune.rnk=8",), r"finetune.rnk is not a key of the recipe; did you mean finetune.rank\?"),
     ],
