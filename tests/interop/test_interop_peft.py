@@ -131,15 +131,18 @@ def test_what_peft_wrote_is_read(tmp_path: Path, seed: int) -> None:
 
 
 PATTERNS: dict[str, dict[str, Any]] = {
-    "ranks": {"rank_pattern": {"v_proj": 2, "layers.1.self_attn.o_proj": 7}},
+    "ranks": {"rank_pattern": {"v_proj": 2, "layers.1.self_attn.o_proj": 3}},
     "alphas": {"alpha_pattern": {"(q|k)_proj": 9, "layers.0.mlp.down_proj": 1}},
     "both, by roots": {
-        "rank_pattern": {"k_proj": 6},
+        "rank_pattern": {"k_proj": 3},
         "alpha_pattern": {"k_proj": 2, "up_proj": 30},
         "use_rslora": True,
     },
     "dora": {"use_dora": True, "rank_pattern": {"v_proj": 2}},
-    "some layers": {"layers_to_transform": [1]},
+    "some layers": {
+        "layers_to_transform": [1],
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    },
     "some modules of some layers": {"layers_to_transform": [0], "target_modules": ["q_proj", "down_proj"]},
 }
 
