@@ -140,7 +140,7 @@ PATTERNS: dict[str, dict[str, Any]] = {
     },
     "dora": {"use_dora": True, "rank_pattern": {"v_proj": 2}},
     "some layers": {
-        "layers_to_transform": [1],
+        "layers_to_transform": [0],
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     },
     "some modules of some layers": {"layers_to_transform": [0], "target_modules": ["q_proj", "down_proj"]},
