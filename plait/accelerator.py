@@ -13,6 +13,9 @@ from torch import Tensor
 
 from plait.devices import ACCELERATORS, DEVICE_TRAITS, DeviceName
 
+FLASH_CAPABILITY = (8, 0)
+"""The oldest compute capability that torch's flash kernels are made for: Ampere's."""
+
 
 def is_accelerator(device: torch.device) -> bool:
     """Whether this device has memory of its own and queues its work. Accepts any device, including torch's "meta"."""
@@ -22,6 +25,16 @@ def is_accelerator(device: torch.device) -> bool:
 def has_cuda_kernels(device: torch.device) -> bool:
     """Whether torch's CUDA-only features exist for the device (`DeviceTraits.kernels`)."""
     return any(row.name == device.type and row.kernels == "CUDA's" for row in ACCELERATORS)
+
+
+def suits_flash_kernels(numbers: Tensor) -> bool:
+    """Whether torch's 16-bit CUDA kernels for attention over segments and for products grouped by expert take this
+    tensor. In float16 that depends on the GPU: Volta and Turing (V100, T4) have none of them."""
+    if numbers.dtype not in (torch.bfloat16, torch.float16) or not has_cuda_kernels(numbers.device):
+        return False
+    if numbers.dtype == torch.bfloat16:
+        return True
+    return module_of(numbers.device).get_device_capability(numbers.device) >= FLASH_CAPABILITY
 
 
 def accelerator_name() -> DeviceName | None:

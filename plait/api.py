@@ -53,11 +53,15 @@ def plan(
     overrides: RecipeOverrides = (),
     *,
     cluster: str | Path | Cluster | None = None,
+    pool: str | Path | None = None,
+    availability: str | Path | None = None,
     folder: Place = None,
 ) -> PlannedRun:
     """Choose a layout for a cluster ("8xH100", a cluster.json, what `probe` returned), or for this machine.
 
-    Raises PlaitError where there is none, or the cluster is not one.
+    With `pool` ("256xA100+512xT4", or a pool.toml) it chooses the machines as well, for the objective and within the
+    bounds of the recipe's [plan]; `availability` (a CSV file, or "seed:1") is that of spot machines over time. Raises
+    PlaitError where there is no layout, or no machine that meets the bounds.
     """
     from plait.commands.plan import OTHERS_LISTED, plan_report
     from plait.commands.planning.plan_report import planned_run
@@ -69,6 +73,20 @@ def plan(
         cluster = read_cluster(cluster)
     if not isinstance(cluster, Described | None):
         raise PlaitError(f'cluster = {cluster!r:.80} is not usable; give a text such as "8xH100", or a Cluster')
+    check_arguments(pool=pool, availability=availability)
+    if pool is not None:
+        if cluster is not None:
+            raise PlaitError("pool= and cluster= both name machines; leave one of them out")
+        from plait.commands.planning.pool_plan import named_pool, planned_pool_run, pool_report
+
+        with as_command():
+            there = None if availability is None else str(availability)
+            machines = named_pool(pool)
+            return planned_pool_run(
+                pool_report(config, machines, top=OTHERS_LISTED, availability=there, working=working)
+            )
+    if availability is not None:
+        raise PlaitError("availability= is about the machines of a pool; name one with pool=")
     with as_command():
         return planned_run(plan_report(config, cluster, top=OTHERS_LISTED, working=working))
 

@@ -286,7 +286,7 @@ command(name="submit")(submit_command)
 command(name="logs")(logs_command)
 command(name="stop")(stop_command)
 command(name="fetch")(fetch_command)
-command(name="node", hidden=True)(node_command)
+command(name="node")(node_command)
 command(name="drill")(drill_command)
 
 

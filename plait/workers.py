@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 from plait.errors import OutOfTime, PlaitError, RunFailed, StopSignal
 from plait.launch.local.run import ForkServer
 from plait.launch.local.torchrun import launch_variables, threads_of, torchrun_context
+from plait.launch.values.copies import CopiesByStep
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.failure import FailureFacts
 from plait.launch.values.job import Job, JobResult, Message, RankContext
@@ -104,6 +105,11 @@ class WorkerPool(Protocol):
     def copied_steps(self, lineage: int) -> Sequence[int]:
         """The steps of which every rank of the last job has a whole copy of its state, of this lineage, in its host's
         memory, the newest first; call it between jobs."""
+        ...
+
+    def copies(self, lineage: int) -> CopiesByStep:
+        """The whole copies of this lineage in the memory of the hosts that are left, the newest step first; call it
+        between jobs. Together they may lack what a lost host had."""
         ...
 
 
@@ -198,6 +204,9 @@ class ForkedWorkers:
     def copied_steps(self, lineage: int) -> Sequence[int]:
         return self._server.whole_steps(self._ranks, lineage)
 
+    def copies(self, lineage: int) -> CopiesByStep:
+        return self._server.copies(range(self._ranks), lineage)
+
 
 class TorchrunWorkers:
     """The processes that a launcher started: rank 0 decides, and sends the others each job through the launcher's
@@ -288,6 +297,9 @@ class TorchrunWorkers:
     def copied_steps(self, lineage: int) -> tuple[()]:
         """None: nobody outlives the ranks."""
         return ()
+
+    def copies(self, lineage: int) -> CopiesByStep:
+        return {}
 
     def serve(self) -> None:
         """Run rank 0's jobs until it dismisses the workers; every rank but 0 calls this."""

@@ -26,6 +26,8 @@ LEADER_VARIABLE = "PLAIT_LEADER"
 """Name or address of node 0."""
 PORT_VARIABLE = "PLAIT_PORT"
 """Port of node 0."""
+SECRET_FILE_VARIABLE = "PLAIT_SECRET_FILE"
+"""The file with the secret on each node."""
 GPUS_VARIABLE = "PLAIT_GPUS"
 """Number of GPUs that the scheduler gave a node."""
 USUAL_PORT = 24717
@@ -48,6 +50,8 @@ class NodeGroup:
     gpus: int
     """GPUs of each node; 0: the run computes on processors."""
     partition: str = ""
+    device: str = ""
+    """The catalogue's name of its devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

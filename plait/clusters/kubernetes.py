@@ -5,9 +5,10 @@ Manifests are plain dicts: a JobSet, a TrainJob or a Job, and what each of them 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from plait.clusters.job import (
     LEADER_VARIABLE,
     PORT_VARIABLE,
     RANK_VARIABLE,
+    SECRET_FILE_VARIABLE,
     USUAL_PORT,
     ClusterJob,
     ClusterSystem,
@@ -28,7 +30,7 @@ from plait.clusters.job import (
     node_arguments,
 )
 from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds
-from plait.clusters.request import JobKind, Option, SubmitRequest
+from plait.clusters.request import JobKind, Option, SubmitRequest, read_own_text
 from plait.clusters.tools import DESCRIBE, archive_command, tool_answer, unpack_answer
 from plait.commands.programs.program_file import program_bytes
 from plait.errors import PlaitError
@@ -58,6 +60,7 @@ _OPTIONS: Mapping[str, Option] = {
         "rdma/hca_shared_devices_a",
     ),
     "network": Option("host, where RDMA has no device plugin: pods use their machines' network", "host", "host"),
+    "patch": Option("a YAML file that is merged into the manifests: by kind, Pod for the pods' template", ".+"),
     "grace": Option("how long a pod gets to save before it is removed, such as 5 minutes", ".*"),
 }
 
@@ -73,6 +76,21 @@ def _cluster(request: SubmitRequest, options: Mapping[str, str]) -> Cluster:
     except (ValueError, KeyError, AttributeError) as error:
         raise PlaitError(f"the nodes of Kubernetes: kubectl's answer is not understood ({error}); {DESCRIBE}") from None
     return cluster_of_node_kinds(nodes, "Kubernetes")
+
+
+def _products_of(job: ClusterJob) -> tuple[str, ...]:
+    """The names that the labels of machines with the job's GPUs have."""
+    if not job.uses_gpus:
+        return ()
+    said = tool_answer(["kubectl", "get", "nodes", "--output", "json"], about="the nodes of Kubernetes", within_s=30)
+    return gpu_products(parse_object(said.encode()), job.groups[0].device)
+
+
+def gpu_products(answer: Mapping[str, Any], device: str) -> tuple[str, ...]:
+    """The product names, sorted, that nodes of a NodeList with this device of the catalogue have as a label."""
+    labels = [item.get("metadata", {}).get("labels", {}).get(GPU_PRODUCT_LABEL, "") for item in _items(answer)]
+    found = {text for text in labels if text and (known := find_device_by_driver_name(text)) and known.name == device}
+    return tuple(sorted(found))
 
 
 def kubernetes_nodes(answer: Mapping[str, Any]) -> list[NodeKind]:
@@ -94,7 +112,7 @@ def _node_kind(item: Mapping[str, Any]) -> NodeKind:
     gpus = int(room.get(GPU_RESOURCE, "0"))
     if not gpus:
         return NodeKind(device=SERVER, per_node=1, cores=cores)
-    product = labels.get("nvidia.com/gpu.product", "")
+    product = labels.get(GPU_PRODUCT_LABEL, "")
     device = find_device_by_driver_name(product)
     if device is None:
         name = item["metadata"].get("name", "a node")
@@ -110,7 +128,21 @@ WORK_FOLDER = "/work"
 """Mount of the volume with text, runs and prepared data; also the working folder of the command."""
 INPUT_FOLDER = "/etc/plait"
 GPU_RESOURCE = "nvidia.com/gpu"
+GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
+"""NVIDIA's feature discovery labels machines with it."""
 RESTARTS_AT_MOST = 20
+"""Of each pod."""
+KEPT_AFTER_END_S = 7 * 86_400
+"""Time for which a job's object stays after its end, for plait status and logs."""
+_RESOLVERS: Sequence[Mapping[str, Any]] = (
+    {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
+        "podSelector": {"matchLabels": {"k8s-app": "kube-dns"}},
+    },
+    {"ipBlock": {"cidr": "169.254.20.10/32"}},
+)
+"""The cluster's DNS: CoreDNS and kube-dns have this label, and NodeLocal DNSCache this address."""
+SECRET_FOLDER = "/etc/plait-join"
 NOT_AGAIN = (2, 93)
 """Exit codes that a restart would repeat: bad input, and no progress."""
 _CONTAINER, _READER, _BLOCK = "node", "reader", "node"
@@ -128,11 +160,63 @@ class KubernetesObject:
     comments: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What a job's manifests hold beside what the job says: names of GPUs as the machines' labels have them, and a
+    person's own values by kind of object, "Pod" for the pods' template."""
+
+    products: tuple[str, ...] = ()
+    patch: Mapping[str, Any] = field(default_factory=dict)
+
+
+def parse_patch(text: str, file: str) -> Mapping[str, Any]:
+    """The YAML of `--with patch=`; raises PlaitError where it is not a mapping of kinds to mappings."""
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        where = getattr(error, "problem_mark", None)
+        raise PlaitError(f"{file} is not YAML{f' (line {where.line + 1})' if where else ''}; correct it") from None
+    if not isinstance(found, dict) or not all(isinstance(value, dict) for value in found.values()):
+        raise PlaitError(f"{file} is not a patch; write a kind and below it what is merged, such as Pod: {{spec: …}}")
+    return {str(kind): value for kind, value in found.items()}
+
+
+def merged(value: Any, patch: Any) -> Any:
+    """A value with a patch: mappings key by key, lists of named things by their names, other lists one after the other;
+    null takes a key away."""
+    if isinstance(value, Mapping) and isinstance(patch, Mapping):
+        both = {**value, **{key: merged(value.get(key), one) for key, one in patch.items()}}
+        return {key: one for key, one in both.items() if one is not None}
+    if isinstance(value, list) and isinstance(patch, list):
+        named = {one["name"]: one for one in patch if isinstance(one, Mapping) and "name" in one}
+        kept = [merged(one, named.pop(_name_of(one), {})) if isinstance(one, Mapping) else one for one in value]
+        return [*kept, *(one for one in patch if _name_of(one) is None or _name_of(one) in named)]
+    return patch
+
+
+def _name_of(one: Any) -> Any:
+    return one.get("name") if isinstance(one, Mapping) else None
+
+
 def manifests(
-    job: ClusterJob, options: Mapping[str, str], kind: JobKind, files: Mapping[str, str]
+    job: ClusterJob,
+    options: Mapping[str, str],
+    kind: JobKind,
+    files: Mapping[str, str],
+    extras: Extras = Extras(),
 ) -> list[KubernetesObject]:
     """All objects of a job in the order in which they are made; the last one starts it. `files` are the recipe or the
-    program by name."""
+    program by name. Raises PlaitError for a patch of an object that the job does not have."""
+    objects = _objects_of_job(job, options, kind, files, extras)
+    known = [one.value["kind"] for one in objects]
+    if odd := next((name for name in extras.patch if name not in (*known, "Pod")), None):
+        raise PlaitError(f"--with patch: this job has no {odd}; patch {', '.join((*dict.fromkeys(known), 'Pod'))}")
+    return [replace(one, value=merged(one.value, extras.patch.get(one.value["kind"], {}))) for one in objects]
+
+
+def _objects_of_job(
+    job: ClusterJob, options: Mapping[str, str], kind: JobKind, files: Mapping[str, str], extras: Extras
+) -> list[KubernetesObject]:
     several, queue = job.nodes > 1, options.get("queue")
 
     def one(api: str, of_kind: str, name: str, body: Mapping[str, Any], *comments: str) -> KubernetesObject:
@@ -163,17 +247,17 @@ def manifests(
             **own,
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [{"from": [own]}],
-            "egress": [{"to": [own]}, {"ports": names}],
+            "egress": [{"to": [own]}, {"to": [*_RESOLVERS], "ports": names}],
         }
-        about = "Only this run's pods talk to each other; apart from that they may ask for names (DNS)."
+        about = "Only this run's pods talk to each other; apart from that they may ask the cluster's DNS for names."
         objects.append(one("networking.k8s.io/v1", "NetworkPolicy", job.name, {"spec": policy}, about))
-    pod = _pod_template(job, options, files, kind)
+    pod = merged(_pod_template(job, options, files, kind, extras.products), extras.patch.get("Pod", {}))
     match kind:
         case "jobset":
-            objects.append(starting("jobset.x-k8s.io/v1alpha2", "JobSet", _job_set(job, _indexed_job(job, pod, 0))))
+            objects.append(starting("jobset.x-k8s.io/v1alpha2", "JobSet", _job_set(job, _indexed_job(job, pod))))
         case "trainjob":
             trainer_api = "trainer.kubeflow.org/v1alpha1"
-            inner = _indexed_job(job, pod, 0)
+            inner = _indexed_job(job, pod)
             del inner["completions"], inner["parallelism"]  # the TrainJob sets them
             job_set = _job_set(job, inner, {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
             runtime = {"mlPolicy": {"numNodes": job.nodes}, "template": {"spec": job_set}}
@@ -190,11 +274,18 @@ def manifests(
                 about = "Names for the pods, without an address of its own (headless)."
                 objects.append(one("v1", "Service", job.name, {"spec": service}, about))
                 pod["spec"]["subdomain"] = job.name
-            objects.append(starting("batch/v1", "Job", _indexed_job(job, pod, RESTARTS_AT_MOST * job.nodes)))
+            kept = {"ttlSecondsAfterFinished": KEPT_AFTER_END_S}
+            objects.append(starting("batch/v1", "Job", {**_indexed_job(job, pod), **kept}))
     return objects
 
 
-def manifests_text(job: ClusterJob, options: Mapping[str, str], kind: JobKind, files: Mapping[str, str]) -> str:
+def manifests_text(
+    job: ClusterJob,
+    options: Mapping[str, str],
+    kind: JobKind,
+    files: Mapping[str, str],
+    extras: Extras = Extras(),
+) -> str:
     """The manifests as one file for `kubectl apply -f`."""
     lines = ["Made by plait submit.", *job.why]
     if job.nodes > 1:
@@ -204,7 +295,10 @@ def manifests_text(job: ClusterJob, options: Mapping[str, str], kind: JobKind, f
             "    tr -dc 0-9A-HJKMNP-TV-Z </dev/urandom | head -c 28 |",
             f"      kubectl create secret generic {job.name}-join{where} --from-file={_SECRET_KEY}=/dev/stdin",
         ]
-    parts = [(lines, ""), *((one.comments, yaml_text(one.value)) for one in manifests(job, options, kind, files))]
+    parts = [
+        (lines, ""),
+        *((one.comments, yaml_text(one.value)) for one in manifests(job, options, kind, files, extras)),
+    ]
     return "---\n".join("".join(f"# {comment}\n" for comment in comments) + text for comments, text in parts)
 
 
@@ -246,39 +340,37 @@ def _claim_name(job: ClusterJob, options: Mapping[str, str]) -> str:
 
 
 def _job_set(job: ClusterJob, inner: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """One set of pods, all restarted when one is lost, but not after an exit code that a restart would repeat."""
+    """One set of pods, in which a lost one starts again alone; all of them once one has failed too often, but not after
+    an exit code that a restart would repeat. Needs JobSet 0.7."""
 
-    def rule(name: str, action: str, reason: str, *patterns: str) -> dict[str, Any]:
-        matching = {"onJobFailureMessagePatterns": list(patterns)} if patterns else {}
-        return {"name": name, "action": action, "onJobFailureReasons": [reason], **matching}
+    def rule(name: str, reason: str) -> dict[str, Any]:
+        return {"name": name, "action": "FailJobSet", "onJobFailureReasons": [reason]}
 
-    codes = [f".*exit code {code}.*" for code in NOT_AGAIN]
-    rules = [
-        rule("timeIsOver", "FailJobSet", "DeadlineExceeded"),
-        rule("notAgain", "FailJobSet", "PodFailurePolicy", *codes),
-        rule("nodeTakenAway", "RestartJobSetAndIgnoreMaxRestarts", "PodFailurePolicy", ".*DisruptionTarget.*"),
-    ]
+    rules = [rule("timeIsOver", "DeadlineExceeded"), rule("notAgain", "PodFailurePolicy")]
+    kept = {} if labels else {"ttlSecondsAfterFinished": KEPT_AFTER_END_S}  # a TrainJob's goes with that
     template = {**({"metadata": {"labels": labels}} if labels else {}), "spec": inner}
     return {
         "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
+        **kept,
         "failurePolicy": {"maxRestarts": RESTARTS_AT_MOST, "restartStrategy": "BlockingRecreate", "rules": rules},
         "replicatedJobs": [{"name": _BLOCK, "replicas": 1, "template": template}],
     }
 
 
-def _indexed_job(job: ClusterJob, pod: Mapping[str, Any], backoff: int) -> dict[str, Any]:
-    """The spec of a Job with a pod for each node, numbered from 0 on."""
+def _indexed_job(job: ClusterJob, pod: Mapping[str, Any]) -> dict[str, Any]:
+    """The spec of a Job with a pod for each node, numbered from 0 on. A pod that fails or is taken away starts again
+    alone, and joins the run, which goes on."""
     codes = {"containerName": _CONTAINER, "operator": "In", "values": list(NOT_AGAIN)}
     lost = [{"type": "DisruptionTarget", "status": "True"}]
     rules = [
         {"action": "FailJob", "onExitCodes": codes},
-        {"action": "Ignore" if backoff else "FailJob", "onPodConditions": lost},
+        {"action": "Ignore", "onPodConditions": lost},
     ]
     return {
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimit": backoff,
+        "backoffLimit": RESTARTS_AT_MOST * job.nodes,
         "podReplacementPolicy": "Failed",
         **({} if job.time_s is None else {"activeDeadlineSeconds": job.time_s}),
         "podFailurePolicy": {"rules": rules},
@@ -287,7 +379,7 @@ def _indexed_job(job: ClusterJob, pod: Mapping[str, Any], backoff: int) -> dict[
 
 
 def _pod_template(
-    job: ClusterJob, options: Mapping[str, str], files: Mapping[str, str], kind: JobKind
+    job: ClusterJob, options: Mapping[str, str], files: Mapping[str, str], kind: JobKind, products: Sequence[str]
 ) -> dict[str, Any]:
     """The pod of each node: non-root, with a read-only root file system."""
     first_pod = f"{job.name}-0" if kind == "job" else f"{job.name}-{_BLOCK}-0-0"
@@ -295,14 +387,15 @@ def _pod_template(
     gpus = job.groups[0].gpus
     cpu, memory = options.get("cpu", str(6 * gpus or 4)), options.get("memory", f"{48 * gpus or 16}Gi")
     devices = {**({GPU_RESOURCE: gpus} if gpus else {}), **rdma}
+    # Requests that equal the limits: a pod of the class Guaranteed is the last that a full machine ends.
+    resources = {"cpu": cpu, "memory": memory, **devices}
     container = {
         "name": _CONTAINER,
         "image": options["image"],
         "command": container_command(job),
         "workingDir": WORK_FOLDER,
         "env": _variables(job, f"{first_pod}.{job.name}"),
-        # The same requests and limits, so that no pod is ended for what others took; cores may be had beyond them.
-        "resources": {"requests": {"cpu": cpu, "memory": memory, **devices}, "limits": {"memory": memory, **devices}},
+        "resources": {"requests": resources, "limits": resources},
         # RDMA keeps memory in place, which needs a capability of its own.
         "securityContext": _container_security({"add": ["IPC_LOCK"]} if rdma else {}),
         "volumeMounts": [
@@ -310,15 +403,18 @@ def _pod_template(
             {"name": "input", "mountPath": INPUT_FOLDER, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
             {"name": "shm", "mountPath": "/dev/shm"},
+            *([{"name": "join", "mountPath": SECRET_FOLDER, "readOnly": True}] if job.nodes > 1 else []),
         ],
     }
+    # For the pod's group, which fsGroup gives it: the file is root's.
+    secret = {"secretName": f"{job.name}-join", "defaultMode": 0o440}
     # Where a file's name is not its key, the file gets its name back in the pod.
     items = [{"key": _config_map_key(name), "path": name} for name in files]
     renamed = {"items": items} if any(item["key"] != item["path"] for item in items) else {}
     spec = {
         **_pod_basics(job.grace_s),
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if "network" in options else {}),
-        **(_places(job) if job.nodes > 1 else {}),
+        **_places(job, products),
         # Machines with GPUs often keep pods away that ask for none, by a taint that has the resource's name.
         **({"tolerations": [{"key": GPU_RESOURCE, "operator": "Exists", "effect": "NoSchedule"}]} if gpus else {}),
         "containers": [container],
@@ -327,6 +423,7 @@ def _pod_template(
             {"name": "input", "configMap": {"name": f"{job.name}-input", **renamed}},
             {"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}},
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
+            *([{"name": "join", "secret": secret}] if job.nodes > 1 else []),
         ],
     }
     return {"metadata": {"labels": _labels(job)}, "spec": spec}
@@ -354,17 +451,29 @@ def _container_security(capabilities: Mapping[str, Any]) -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": dropped}
 
 
-def _places(job: ClusterJob) -> dict[str, Any]:
-    """One pod a machine, so that no two share its cores and links; all of them near each other."""
+def _places(job: ClusterJob, products: Sequence[str]) -> dict[str, Any]:
+    """On machines with the GPUs of the plan, whose labels name these `products`; one pod a machine, so that no two
+    share its cores and links; all of them near each other."""
+    affinity: dict[str, Any] = {}
+    if products and job.uses_gpus:
+        has = {"key": GPU_PRODUCT_LABEL, "operator": "In", "values": list(products)}
+        terms = {"nodeSelectorTerms": [{"matchExpressions": [has]}]}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    if job.nodes > 1:
+        affinity |= _apart_and_near(job)
+    return {"affinity": affinity} if affinity else {}
+
+
+def _apart_and_near(job: ClusterJob) -> dict[str, Any]:
     selector = {"labelSelector": {"matchLabels": _labels(job)}}
-    spread = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule", **selector}
+    machine = {**selector, "topologyKey": "kubernetes.io/hostname"}
     zone = {**selector, "topologyKey": "topology.kubernetes.io/zone"}
-    affinity = (
+    near = (
         {"requiredDuringSchedulingIgnoredDuringExecution": [zone]}
         if job.near
         else {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": zone}]}
     )
-    return {"topologySpreadConstraints": [spread], "affinity": {"podAffinity": affinity}}
+    return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [machine]}, "podAffinity": near}
 
 
 def container_command(job: ClusterJob) -> list[str]:
@@ -373,19 +482,18 @@ def container_command(job: ClusterJob) -> list[str]:
 
 
 def _variables(job: ClusterJob, leader: str) -> list[dict[str, Any]]:
-    """Which node this is, who leads, and the secret, which is no part of the manifest."""
+    """Which node this is, who leads, and where the secret lies, which is no part of the manifest."""
     variables: list[dict[str, Any]] = [{"name": "HOME", "value": "/tmp"}, {"name": "PYTHONUNBUFFERED", "value": "1"}]
     if gpus := job.groups[0].gpus:
         variables.append({"name": GPUS_VARIABLE, "value": str(gpus)})
     if job.nodes == 1:
         return variables
     index = {"fieldRef": {"fieldPath": f"metadata.annotations['{_INDEX}']"}}
-    secret = {"secretKeyRef": {"name": f"{job.name}-join", "key": _SECRET_KEY}}
     return [
         {"name": RANK_VARIABLE, "valueFrom": index},
         {"name": LEADER_VARIABLE, "value": leader},
         {"name": PORT_VARIABLE, "value": str(USUAL_PORT)},
-        {"name": "PLAIT_SECRET", "valueFrom": secret},
+        {"name": SECRET_FILE_VARIABLE, "value": f"{SECRET_FOLDER}/{_SECRET_KEY}"},
         *variables,
     ]
 
@@ -418,7 +526,9 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
     if len(text.encode()) > _CONFIG_MAP_AT_MOST:
         raise PlaitError(f"{file} is too large to travel in a ConfigMap; put it into the image or the volume")
     inside = replace(job, target=(f"{INPUT_FOLDER}/{file.name}", *job.target[1:]))
-    sent = manifests_text(inside, options, kind, {file.name: text})
+    patch = parse_patch(read_own_text(Path(options["patch"]), "patch"), options["patch"]) if "patch" in options else {}
+    extras = Extras(products=() if request.cluster is not None else _products_of(job), patch=patch)
+    sent = manifests_text(inside, options, kind, {file.name: text}, extras)
     record = Submitted(
         name=job.run,
         label=job.name,
@@ -444,12 +554,29 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
             _kubectl(record, *create, stdin=new_secret().text, about="the secret")
         _kubectl(record, "apply", "--filename", "-", stdin=sent)
         keep_record(record, working)
+        if job.nodes > 1:
+            _give_secret_to_job(record, kind, screen)
         screen.print(f"sent     {job.name}: a {kind} in Kubernetes")
         screen.print(
             f"         plait status {job.run}, plait logs {job.run}, plait stop {job.run}, plait fetch {job.run}"
         )
 
     return Outgoing(file=f"{job.name}.yaml", text=sent, run=job.run, send=send)
+
+
+def _give_secret_to_job(record: Submitted, kind: JobKind, screen: Screen) -> None:
+    """Have Kubernetes delete the secret together with the job; without the right to do that it stays."""
+    name = f"{record.label}-join"
+    try:
+        found = parse_object(_kubectl(record, "get", kind, record.label, "--output", "json").encode())
+        owner = {
+            **{key: found[key] for key in ("apiVersion", "kind")},
+            **{key: found["metadata"][key] for key in ("name", "uid")},
+        }
+        patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+        _kubectl(record, "patch", "secret", name, "--type", "merge", "--patch", patch, about="the secret")
+    except (PlaitError, ValueError, KeyError, TypeError):
+        screen.print(f"secret   {name} stays when the job is deleted: kubectl delete secret {name}")
 
 
 def _kubectl(record: Submitted, *words: str, about: str = "", stdin: str = "", within_s: float = 120.0) -> str:

@@ -106,6 +106,11 @@ def node_groups(cluster: Cluster, nodes: int, partition: str, scheduler: Schedul
         raise PlaitError("the pods of a job are equal; describe nodes of one kind, or submit to Slurm or by ssh")
     named = partitions * len(islands) if len(partitions) == 1 else partitions
     return tuple(
-        NodeGroup(nodes=island.nodes, gpus=0 if island.device.kind == "cpu" else island.per_node, partition=where)
+        NodeGroup(
+            nodes=island.nodes,
+            gpus=0 if island.device.kind == "cpu" else island.per_node,
+            partition=where,
+            device=island.device.name,
+        )
         for island, where in zip(islands, named, strict=False)  # the last partitions may not be needed
     )

@@ -1,4 +1,4 @@
-"""`plait node`, which a scheduler starts on every node of a job: node 0 leads, the others wait for it and join."""
+"""`plait node`, which any scheduler starts on every node of a job: node 0 leads, the others wait for it and join."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ WATCHING_RANKS = 4
 FOUND_LOST_WITHIN_S = 1800.0
 """Slurm gives a node up that has not answered for SlurmdTimeout, 300 s unless the site says otherwise."""
 _LOOK_EVERY_S = 0.5
+_SAY_AFTER_S = 10.0
 _ASK_SLURM_EVERY_S = 5.0
 _CONNECT_EVERY_S = 0.1
 """Once node 0 has begun it listens within a second or two; an attempt that comes too early costs it nothing."""
@@ -78,12 +79,17 @@ class NodePlace:
     leader: str | None = None
     port: int = USUAL_PORT
     secret_file: Path | None = None
-    """A file that all nodes see; node 0 makes it, and removes it at its end. None: PLAIT_SECRET holds the secret."""
+    """A file with the secret. Where there is none, node 0 makes it in a folder that all nodes see, and removes it at
+    its end. None: PLAIT_SECRET holds the secret."""
 
     def __post_init__(self) -> None:
         if self.nodes > 1 and (self.rank is None or not self.leader):
-            missing = RANK_VARIABLE if self.rank is None else LEADER_VARIABLE
-            raise PlaitError(f"{missing} is not set, so this node does not know its part; start it by plait submit")
+            missing, what = (
+                (RANK_VARIABLE, "this node's number, from 0 on")
+                if self.rank is None
+                else (LEADER_VARIABLE, "the name or address of node 0")
+            )
+            raise PlaitError(f"{missing} is not set, so this node does not know its part; set it to {what}")
         if self.rank is not None and not 0 <= self.rank < self.nodes:
             raise PlaitError(
                 f"node {self.rank} of {self.nodes}: set {RANK_VARIABLE} to a number from 0 to {self.nodes - 1}"
@@ -101,7 +107,7 @@ def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> Sto
         return _run(target, ONE_HOST, screen)
     assert place.leader is not None
     if place.rank == 0:
-        with _secret_file_while_leading(place.secret_file):
+        with _secret_file_while_leading(place.secret_file, os.environ):
             address = own_address(place.leader, screen)
             hosts = HostsRequest(n_hosts=place.nodes, address=address, port=place.port, secret_file=place.secret_file)
             try:
@@ -214,10 +220,20 @@ def _run_once(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> Sto
 
 
 @contextmanager
-def _secret_file_while_leading(file: Path | None) -> Iterator[None]:
+def _secret_file_while_leading(file: Path | None, environment: Mapping[str, str]) -> Iterator[None]:
     """The secret's file exists from the start, so that no node reads an older one, and is removed at the end, by which
-    late nodes know that the job is over."""
+    late nodes know that the job is over. One that was there before belongs to its user, unless it is of a start of this
+    Slurm job that was killed."""
     if file is None:
+        if not environment.get(SECRET_VARIABLE):
+            raise PlaitError(
+                f"the nodes have no secret by which they know each other; name a file that all of them see by "
+                f"--secret-file (node 0 makes it), or give all of them the same {SECRET_VARIABLE}, made by "
+                "tr -dc 0-9A-HJKMNP-TV-Z </dev/urandom | head -c 28"
+            )
+        yield
+        return
+    if file.exists() and not environment.get("SLURM_JOB_ID"):
         yield
         return
     make_private_folder(file.parent)
@@ -230,8 +246,11 @@ def _secret_file_while_leading(file: Path | None) -> Iterator[None]:
 
 def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, screen: Screen) -> StoppedBy:
     """Join as soon as node 0 listens; "finished" where the run is over already."""
-    deadline, was_there = time.monotonic() + JOIN_AT_LATEST_S, False
+    began, announced = time.monotonic(), False
+    deadline, looks_next = began + JOIN_AT_LATEST_S, began + _ASK_SLURM_EVERY_S
     kept = read_secret(None) if place.secret_file is None else None
+    # Below Slurm the file is of node 0's making; elsewhere one that is there already may have come with the job.
+    was_there = "SLURM_JOB_ID" not in os.environ and place.secret_file is not None and _holds_text(place.secret_file)
     own = program_of(target)
     program = own.program if own is not None else None
     while time.monotonic() < deadline:
@@ -250,17 +269,24 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
                     at = f"{leader}:{place.port}"
                     return join(at, secret_file=place.secret_file, screen=screen, program=program)
             except LeaderNotReached:
-                pass
+                if time.monotonic() > looks_next:  # a node of its own secret hears of the end by the run's folder alone
+                    looks_next = time.monotonic() + _ASK_SLURM_EVERY_S
+                    if _is_over(target):
+                        return "finished"
+                if not announced and time.monotonic() - began > _SAY_AFTER_S:
+                    announced = True
+                    screen.print(f"waits    for node 0 to listen at {leader}:{place.port}")
         time.sleep(_CONNECT_EVERY_S if ready else _LOOK_EVERY_S)
     raise RunFailed(f"node 0 ({leader}) did not listen at port {place.port} in time; see what it printed")
 
 
 def _is_over(target: Sequence[str]) -> bool:
-    """Whether the run, whose folder this node sees, did all its steps."""
+    """Whether the run, whose folder this node sees, did all its steps, and is not asked for more."""
     if is_program(target):
         return False
-    folder = run_folder(load_recipe(Path(target[0]), target[1:]).run.name)
-    return folder.has_begun and folder.is_finished
+    config = load_recipe(Path(target[0]), target[1:])
+    folder = run_folder(config.run.name)
+    return folder.has_begun and folder.is_finished and folder.saved_config().train.budget == config.train.budget
 
 
 def _holds_text(file: Path) -> bool:

@@ -6,15 +6,18 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 from plait.arguments import texts_of
 from plait.errors import PlaitError
+from plait.regular_file import read_regular_file
 from plait.units import parse_amount
 
 Scheduler = Literal["slurm", "ssh", "kubernetes"]
 JobKind = Literal["jobset", "trainjob", "job"]
 SHORTEST_TIME_S = 60
+_OWN_TEXT_BYTES = 1 << 20
 WORD = r"[A-Za-z0-9_./:@%+,=-]+"
 _CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4})(?::([0-5]\d))?(?::([0-5]\d))?")
 
@@ -90,6 +93,15 @@ def parse_options(texts: Sequence[str], known: Mapping[str, Option], scheduler: 
             raise PlaitError(f"{said} has unusable characters; use letters, digits and -_./:")
         found[key] = value
     return found
+
+
+def read_own_text(file: Path, key: str) -> str:
+    """The text of a file that `--with KEY=FILE` names; raises PlaitError where it cannot be read."""
+    try:
+        return read_regular_file(file, _OWN_TEXT_BYTES).decode("utf-8")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise PlaitError(f"--with {key}={file} cannot be read ({why}); name a text file") from None
 
 
 def parse_scheduler(text: str) -> Scheduler:

@@ -10,11 +10,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from plait.clusters.job import (
     AGAIN_SUFFIX,
     LEADER_VARIABLE,
     PORT_VARIABLE,
+    RANK_VARIABLE,
     SECRET_SUFFIX,
     ClusterJob,
     ClusterSystem,
@@ -26,7 +29,8 @@ from plait.clusters.job import (
     record_if_any,
 )
 from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds, cluster_of_partitions
-from plait.clusters.request import Option, SubmitRequest
+from plait.clusters.request import Option, SubmitRequest, read_own_text
+from plait.clusters.target import is_program
 from plait.clusters.tools import DESCRIBE, tool_answer
 from plait.errors import REQUEUE_EXIT, PlaitError
 from plait.machines.catalog import find_device, find_device_by_driver_name
@@ -49,6 +53,7 @@ _OPTIONS: Mapping[str, Option] = {
         "HOST#NAME:TAG or apptainer:FILE.sif",
     ),
     "python": Option("Python with plait on the nodes; the one that runs now if left out"),
+    "lines": Option("a file of your own #SBATCH lines, and of shell lines before the start (module load)", ".+"),
     "grace": Option("how long before its time limit a run has to save, such as 5 minutes", ".*"),
 }
 
@@ -138,32 +143,107 @@ _NO_PYTHON = (
     'nodes, or in a folder that they share" >&2; exit 2; }; exec "$0" "$@"'
 )
 _APPTAINER = "apptainer:"
+_SET_BY_PLAIT = {
+    "nodes": "--nodes", "ntasks": "", "ntasks-per-node": "", "job-name": "run.name", "time": "--time",
+    "partition": "--with partition=", "output": "", "error": "", "open-mode": "", "signal": "--with grace=",
+    "requeue": "", "no-requeue": "", "no-kill": "", "chdir": "", "hetjob": "", "wrap": "",
+}  # fmt: skip
+"""Options of sbatch that own lines may not set, and how they are set instead."""
+_SHORT_OPTIONS = {
+    "N": "nodes", "n": "ntasks", "J": "job-name", "t": "time", "p": "partition", "o": "output", "e": "error",
+    "D": "chdir", "A": "account", "q": "qos", "C": "constraint", "c": "cpus-per-task", "a": "array", "G": "gpus",
+    "L": "licenses", "d": "dependency", "w": "nodelist", "x": "exclude", "k": "no-kill",
+}  # fmt: skip
+_STANDS_FOR = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "gpus-per-task": "gpus-per-node", "mem-per-cpu": "mem",
+               "mem-per-gpu": "mem", "cpus-per-gpu": "exclusive", "cpus-per-task": "exclusive"}  # fmt: skip
+"""By the option of an own line, the option of plait's that it stands for."""
+_ARRAY_TASK = "$SLURM_ARRAY_TASK_ID"
 _THIS_START = "${SLURM_RESTART_COUNT:-0}"
+_FORGET_PLACE = (
+    "# sbatch hands on the variables of the shell that submits, which may itself be part of another job",
+    f"unset {LEADER_VARIABLE} {RANK_VARIABLE}",
+)
 _FRESH_STEP = (
     "# each start has a step of another number: a lost node that comes back would cancel the one that it had",
     "for ((n = 0; n < ${SLURM_RESTART_COUNT:-0}; n++)); do srun --nodes=1 --ntasks=1 true; done",
 )
 
 
-def sbatch_script(job: ClusterJob, options: Mapping[str, str]) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnLines:
+    """What a person adds to the script: options of sbatch, and shell lines before the start."""
+
+    options: tuple[str, ...] = ()
+    """As written behind #SBATCH."""
+    shell: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The long names of the options."""
+        return frozenset(_option_name(option) for option in self.options)
+
+    @property
+    def replaced(self) -> frozenset[str]:
+        """Names of plait's own options in whose place these stand."""
+        names = {_option_name(option) for option in self.options if not option.startswith("--gres") or "gpu" in option}
+        return frozenset(names | {_STANDS_FOR[name] for name in names if name in _STANDS_FOR})
+
+    @property
+    def is_array(self) -> bool:
+        """Whether Slurm starts the job several times, each time with another SLURM_ARRAY_TASK_ID."""
+        return "array" in self.names
+
+
+def parse_own_lines(text: str, file: str) -> OwnLines:
+    """The lines of the file of `--with lines=`; raises PlaitError for options that plait sets itself."""
+    options, shell = list[str](), list[str]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.startswith("#SBATCH"):
+            shell += [line] if line.strip() and not line.startswith("#") else []
+            continue
+        option = line.removeprefix("#SBATCH").strip()
+        name = _option_name(option)
+        if not name:
+            raise PlaitError(f"{file}:{number}: {line!r:.80} names no option of sbatch; write #SBATCH --NAME=VALUE")
+        if name in _SET_BY_PLAIT:
+            instead = _SET_BY_PLAIT[name]
+            fix = f"take the line out and use {instead}" if instead else "take the line out"
+            raise PlaitError(f"{file}:{number}: plait submit sets --{name} itself; {fix}")
+        options.append(option)
+    return OwnLines(options=tuple(options), shell=tuple(shell))
+
+
+def _option_name(option: str) -> str:
+    """ "--mail-type=END" -> "mail-type", "-w n1" -> "nodelist"; empty for what is no option."""
+    long, short = re.match(r"--([a-z][a-z-]*)", option), re.match(r"-([A-Za-z])", option)
+    return long[1] if long else _SHORT_OPTIONS.get(short[1], short[1]) if short else ""
+
+
+def sbatch_script(job: ClusterJob, options: Mapping[str, str], own: OwnLines = OwnLines()) -> str:
     """The script for sbatch; it holds no secret, and is the same each time."""
     lines = ["#!/bin/bash", "# Made by plait submit. sbatch takes it as it is, in the folder to work in."]
     lines += [f"# {sentence}" for sentence in job.why]
-    lines += [f"#SBATCH {option}" for option in _job_options(job, options)]
+    lines += [f"#SBATCH {option}" for option in _job_options(job, options, own)]
+    lines += [f"#SBATCH {option}" for option in own.options]
     if _survives_lost_nodes(job, options):
         lines.append(
             "#SBATCH --no-kill  # the run goes on without a node that is lost; without node 0 it is queued again"
         )
     for number, group in enumerate(job.groups):
         lines += ["#SBATCH hetjob"] if number else []
-        lines += [f"#SBATCH {option}" for option in _node_options(group, options)]
-    lines += ["", "set -u", *_meeting_lines(job), *_FRESH_STEP, ""]
-    lines += [*_launch_lines(job, options), "code=$?", "", *_requeue_lines(job)]
+        lines += [f"#SBATCH {option}" for option in _node_options(group, options) if not _is_replaced(option, own)]
+    lines += ["", *_FORGET_PLACE, *own.shell, "set -u", *_meeting_lines(job), *_FRESH_STEP, ""]
+    lines += [*_launch_lines(job, options, own), "code=$?", "", *_requeue_lines(job)]
     return "\n".join(lines) + "\n"
 
 
-def _job_options(job: ClusterJob, options: Mapping[str, str]) -> list[str]:
-    named = [f"--{key}={shlex.quote(options[key])}" for key in ("account", "qos", "reservation") if key in options]
+def _is_replaced(option: str, own: OwnLines) -> bool:
+    return _option_name(option) in own.replaced
+
+
+def _job_options(job: ClusterJob, options: Mapping[str, str], own: OwnLines) -> list[str]:
+    given = [key for key in ("account", "qos", "reservation") if key in options and key not in own.names]
+    named = [f"--{key}={shlex.quote(options[key])}" for key in given]
     return [
         f"--job-name={job.name}",
         *named,
@@ -199,7 +279,9 @@ def _meeting_lines(job: ClusterJob) -> list[str]:
     return [
         *lines,
         f'first=$(scontrol show hostnames "{list_of_nodes}" | head -n 1)',
-        f"{LEADER_VARIABLE}=$(scontrol show node \"$first\" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')",
+        "# the network of the nodes' addresses in slurm.conf, unless a line above names node 0 in another one",
+        f'{LEADER_VARIABLE}=${{{LEADER_VARIABLE}:-$(scontrol show node "$first" |',
+        "  sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')}",
         f"export {LEADER_VARIABLE} {PORT_VARIABLE}=$((20000 + (SLURM_JOB_ID + 7 * ${{SLURM_RESTART_COUNT:-0}}) % "
         f"10000))",
         "# two jobs of a node do not meet, nor do two starts of one job, of which a lost node may still have the first",
@@ -213,11 +295,15 @@ def _secret_file(job: ClusterJob, start: str) -> str:
     return f".plait/{job.name}-$SLURM_JOB_ID-{start}{SECRET_SUFFIX}"
 
 
-def _launch_lines(job: ClusterJob, options: Mapping[str, str]) -> list[str]:
+def _launch_lines(job: ClusterJob, options: Mapping[str, str], own: OwnLines) -> list[str]:
     image = options.get("image", "")
     secret = [] if job.nodes == 1 else ["--secret-file", _Shell(f'"{_secret_file(job, _THIS_START)}"')]
     # Neither the end of one agent nor its failure ends the others: a run may leave a node out, or go on without it.
-    srun = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
+    srun = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
+    if "cpus" in options:  # since 22.05 srun does not take it from sbatch; Slurm binds the agent to these cores
+        srun.append(f"--cpus-per-task={options['cpus']}")
+    else:  # Slurm would bind the agent of a whole node to one core
+        srun.append("--cpu-bind=none")
     srun += [f"--het-group=0-{len(job.groups) - 1}"] if len(job.groups) > 1 else []
     srun += ["--no-kill"] if _survives_lost_nodes(job, options) else []
     parts: list[list[str]] = [srun]
@@ -228,7 +314,10 @@ def _launch_lines(job: ClusterJob, options: Mapping[str, str]) -> list[str]:
         mounts = [_Shell('--container-mounts="$PWD:$PWD"'), _Shell('--container-workdir="$PWD"')]
         parts.append([f"--container-image={image}", *mounts])
     python = options.get("python", "python3" if image else sys.executable)
-    parts += [["bash", "-c", _NO_PYTHON], [python, *node_arguments(job, job.target, secret)]]
+    target: list[str] = [*job.target]
+    if own.is_array and not is_program(target):  # a run of its own for each task of the array, with a seed of its own
+        target += [_Shell(f'"run.name={job.run}-{_ARRAY_TASK}"'), _Shell(f'"run.seed={_ARRAY_TASK}"')]
+    parts += [["bash", "-c", _NO_PYTHON], [python, *node_arguments(job, target, secret)]]
     lines = [" ".join(word if isinstance(word, _Shell) else shlex.quote(word) for word in part) for part in parts]
     return " \\\n  ".join(lines).split("\n")
 
@@ -291,7 +380,10 @@ _REASONS = {
 
 
 def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str], config: RunConfig | None) -> Outgoing:
-    script = sbatch_script(job, options)
+    own = OwnLines()
+    if "lines" in options:
+        own = parse_own_lines(read_own_text(Path(options["lines"]), "lines"), options["lines"])
+    script = sbatch_script(job, options, own)
 
     def send(screen: Screen, working: WorkingFolder) -> None:
         name = job.run

@@ -31,6 +31,16 @@ def job_state_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str | 
     )
 
 
+def missing_run_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str | None:
+    """What there is to do about a submitted job whose run is not in this folder; None where it is."""
+    record, folder = record_if_any(name, working), run_folder(name, working)
+    if record is None or folder.has_begun:
+        return None
+    if SYSTEMS[record.scheduler].copy is not None:
+        return f"status   its run is not here; once it has begun to train, plait fetch {name} copies it"
+    return f"status   it has not begun to train; plait logs {name} says how far it is, or why it ended"
+
+
 def job_log_lines(name: str, working: WorkingFolder = CURRENT_FOLDER) -> Iterator[str]:
     """The output of its first node so far; raises PlaitError if no such job was submitted."""
     record = find_record(name, working)

@@ -76,13 +76,32 @@ def submit_command(
 
 def node_command(
     target: Annotated[list[str], _TARGET],
-    nodes: Annotated[int, typer.Option(help="Number of nodes of the job.", min=1)],
-    rank: Annotated[int | None, typer.Option(envvar=["PLAIT_NODE_RANK", "SLURM_PROCID"], help="This node's.")] = None,
-    leader: Annotated[str | None, typer.Option(envvar="PLAIT_LEADER", help="Name or address of node 0.")] = None,
-    port: Annotated[int, typer.Option(envvar="PLAIT_PORT", help="Where node 0 listens.", min=1, max=65535)] = 24717,
-    secret_file: Annotated[Path | None, typer.Option("--secret-file", help="A file that all nodes see.")] = None,
+    nodes: Annotated[int, typer.Option(metavar="NUMBER", help="Number of nodes of the job.", min=1)],
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", envvar=["PLAIT_NODE_RANK", "SLURM_PROCID"], help="Number of this node, from 0 on."
+        ),
+    ] = None,
+    leader: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", envvar="PLAIT_LEADER", help="Name or address of node 0, as the others reach it."),
+    ] = None,
+    port: Annotated[
+        int,
+        typer.Option(metavar="NUMBER", envvar="PLAIT_PORT", help="Port of node 0.", min=1, max=65535),
+    ] = 24717,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--secret-file",
+            metavar="FILE",
+            envvar="PLAIT_SECRET_FILE",
+            help="A file with the secret on each node, or one that node 0 makes where all nodes see it.",
+        ),
+    ] = None,
 ) -> None:
-    """Do one node's part of a job. Schedulers start it, by what plait submit wrote."""
+    """Do one node's part of a job. For any scheduler that starts the same command on each node."""
     from plait.clusters.node import NodePlace, tell_scheduler, work_on_node
 
     place = NodePlace(nodes=nodes, rank=rank, leader=leader, port=port, secret_file=secret_file)

@@ -17,7 +17,7 @@ COMMAND_GROUPS: Mapping[str, Sequence[str]] = {
     "Use a model": ("sample", "eval", "chat", "export"),
     "Check layouts, machines and recovery": ("verify", "probe", "drill"),
     "Own programs, several machines": ("run", "join", "check"),
-    "Clusters": ("submit", "logs", "stop", "fetch"),
+    "Clusters": ("submit", "logs", "stop", "fetch", "node"),
 }
 """The commands in the order in which a newcomer meets them."""
 COMMAND_EXAMPLES: Mapping[str, tuple[str, str]] = {
@@ -44,6 +44,10 @@ COMMAND_EXAMPLES: Mapping[str, tuple[str, str]] = {
     "check": (
         "plait check -- torchrun --nproc-per-node 2 train.py",
         "plait check qlora.yaml --cluster 1x4090 samples=2000",
+    ),
+    "node": (
+        "PLAIT_NODE_RANK=0 PLAIT_LEADER=ann plait node --nodes 2 --secret-file s -- first.toml",
+        "PLAIT_NODE_RANK=1 PLAIT_LEADER=ann plait node --nodes 2 --secret-file s -- first.toml",
     ),
     "submit": ("plait submit first.toml --on slurm --dry-run", "plait submit first.toml --on ssh --machines ada,bob"),
     "logs": ("plait logs first", "plait logs first | tail -n 20"),

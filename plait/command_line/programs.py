@@ -21,15 +21,20 @@ def join_command(
     secret_file: SecretFile = None,
     program: ProgramOfHost = None,
     module: ModuleOfHost = None,
+    *,
+    again: Annotated[
+        bool, typer.Option("--again", help="Stay: join again by itself until the run is finished.")
+    ] = False,
 ) -> None:
     """Lend this machine to a run that another machine leads. The secret is read from PLAIT_SECRET or asked for."""
-    from plait.commands.join import join
+    from plait.commands.join import join, stay_joined
     from plait.errors import PlaitError
 
     if program and module:
         raise PlaitError("--program and -m both name the program; give the one that plait run names")
     named = _program(module, "module") if module else _program(str(program), "file") if program else None
-    ended_by = join(at, secret_file=secret_file, program=named, screen=screen_on(sys.stdout))
+    serve = stay_joined if again else join
+    ended_by = serve(at, secret_file=secret_file, program=named, screen=screen_on(sys.stdout))
     raise typer.Exit(exit_code_of(ended_by))
 
 

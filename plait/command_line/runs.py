@@ -47,12 +47,15 @@ def status_command(
             raise PlaitError("--ledger is of one run; name it: plait status RUN --ledger")
         print_runs("json" if as_json else "text")
         return
-    from plait.clusters.submitted import job_state_line
+    from plait.clusters.submitted import job_state_line, missing_run_line
     from plait.commands.monitoring.status import status
 
     output = OptionalOutput(sys.stdout)
     if not as_json and not ledger and (line := job_state_line(run)):
         output.write(f"{line}\n")
+        if without_run := missing_run_line(run):
+            output.write(f"{without_run}\n")
+            return
     for line in status(run, form="json" if as_json else "text", detail="ledger" if ledger else "account"):
         output.write(f"{line}\n")
 

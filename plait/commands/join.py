@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
@@ -9,12 +10,12 @@ from pathlib import Path
 from typing import cast
 
 from plait.commands.programs.program_file import PROGRAM_ENTRIES, ProgramFile, program_hash, program_in_environment
-from plait.errors import PlaitError, signal_in_words
+from plait.errors import PlaitError, RunFailed, signal_in_words
 from plait.hosts.connectivity import ConnectivityListener
-from plait.hosts.handshake import read_secret
+from plait.hosts.handshake import Secret, read_secret
 from plait.hosts.job_files import JoinedHostFiles
 from plait.hosts.joining import check_first_address, network_text, own_host_info
-from plait.hosts.member import connect, serve
+from plait.hosts.member import LeaderNotReached, connect, serve
 from plait.hosts.wire import Wire
 from plait.launch.values.job import SIGNAL_OF_LEAVING, Job, ReleasedBy, StoppedBy
 from plait.screen.screen import Log, Screen, ShowProgress
@@ -28,6 +29,8 @@ from plait.workers import (
     TIMING_ENTRY,
 )
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
+
+_JOIN_AGAIN_EVERY_S = 2.0
 
 
 def join(
@@ -46,7 +49,51 @@ def join(
     """
     address, port = _parse_address(at)
     secret = read_secret(str(secret_file) if secret_file else None)
+    return signal_of(_join_once(at, address, port, secret, screen, working, program))
 
+
+def stay_joined(
+    at: str,
+    *,
+    secret_file: Path | None,
+    screen: Screen,
+    working: WorkingFolder = CURRENT_FOLDER,
+    program: ProgramFile | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> StoppedBy:
+    """Serve the run that HOST:PORT leads as `join` does, and join it again after host 0 stopped, failed or was lost;
+    waits for a host 0 that is not there yet. Blocks until the run is finished, or this host is stopped.
+
+    Raises PlaitError, with what to fix on this host, when it may not join.
+    """
+    address, port = _parse_address(at)
+    secret, said = read_secret(str(secret_file) if secret_file else None), ""
+    while True:
+        try:
+            ended_by = _join_once(at, address, port, secret, screen, working, program)
+        except LeaderNotReached:
+            sentence = f"waits    for a run at {at}; Ctrl-C leaves"
+        except RunFailed as error:
+            sentence = f"waits    {str(error).partition('; ')[0]}; this host joins again by itself, Ctrl-C leaves"
+        else:
+            if ended_by in ("finished", "not needed") or ended_by.startswith("left by"):
+                return signal_of(ended_by)
+            sentence = f"waits    until the run goes on at {at}; Ctrl-C leaves"
+        if sentence != said:
+            screen.print(sentence)
+            said = sentence
+        wait(_JOIN_AGAIN_EVERY_S)
+
+
+def _join_once(
+    at: str,
+    address: str,
+    port: int,
+    secret: Secret,
+    screen: Screen,
+    working: WorkingFolder,
+    program: ProgramFile | None,
+) -> ReleasedBy:
     def say(line: str) -> None:
         screen.print(line)
 
@@ -58,7 +105,7 @@ def join(
         say(network_text(wire.local_address))
         ended_by = _serve(wire, line, say, working, program)
     say(ending_text(ended_by))
-    return signal_of(ended_by)
+    return ended_by
 
 
 def _serve(wire: Wire, line: WaitingLine, say: Log, working: WorkingFolder, program: ProgramFile | None) -> ReleasedBy:

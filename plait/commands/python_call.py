@@ -155,7 +155,8 @@ _CALL_WORDS: Sequence[tuple[str, str | Callable[[re.Match[str]], str]]] = (
     (r"(?<!plait train )--replan\b", "plait train --replan"),
     (r"--(workers|threads|hosts) (\d+)", r"\1 = \2"),
     (r"--secret-file\b", "secret_file="),
-    (r"--(hosts|address|port|workers|threads|files|cluster)\b", r"\1="),
+    (r"--pool\b|--from\b", "pool="),
+    (r"--(hosts|address|port|workers|threads|files|cluster|availability)\b", r"\1="),
     (r"plait train RECIPE", 'plait.train("RECIPE")'),
 )
 """Patterns of a command's words, and what stands there in Python."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer
 
 from plait.accelerator import is_accelerator
 from plait.errors import PlaitError

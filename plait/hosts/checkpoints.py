@@ -16,10 +16,10 @@ from plait.checkpoint.arrival import parse_list, part_files, refuse_part
 from plait.checkpoint.durable import earlier_checkpoints, is_full_disk
 from plait.checkpoint.file_check import check_file
 from plait.errors import PlaitError, RunFailed, disk_advice
-from plait.hosts.copies import READ_OUTBOX, OutboxQuestion
+from plait.hosts.copies import READ_KEPT, KeptQuestion
 from plait.hosts.files import READ_FILE, STAGING_NAME, ReadRequest, fetch_file
 from plait.hosts.protocol import Peer, parse_message
-from plait.launch.in_memory.memory import OutboxFile
+from plait.launch.values.copies import CopyPart
 from plait.launch.values.failure import FailureFacts, WorkersFailed
 from plait.launch.values.job import NOTE, Message
 from plait.workers import OnMessage
@@ -141,7 +141,7 @@ class CheckpointCollector:
             self._on_the_way.discard((rank, staging))
 
     def _fetch_file(
-        self, peer: Peer, path: Path, memory: object, what: OutboxFile, check: Callable[[Path], None]
+        self, peer: Peer, path: Path, memory: object, what: CopyPart, check: Callable[[Path], None]
     ) -> None:
         is_cancelled = self._cancelled.is_set
         if memory is None:
@@ -149,8 +149,8 @@ class CheckpointCollector:
             fetch_file(peer, READ_FILE, question, path, is_cancelled=is_cancelled, check=check)
         else:
             values = {**memory, "what": what} if isinstance(memory, Mapping) else memory
-            question = parse_message(OutboxQuestion, values)
-            fetch_file(peer, READ_OUTBOX, question, path, is_cancelled=is_cancelled, check=check)
+            question = parse_message(KeptQuestion, values)
+            fetch_file(peer, READ_KEPT, question, path, is_cancelled=is_cancelled, check=check)
 
 
 def _check_part(rank: int, tensors: Path, their_list: Path) -> None:

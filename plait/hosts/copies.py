@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from plait.errors import PlaitError
 from plait.hosts.membership import Member
 from plait.hosts.protocol import Handlers, ReadReply, Reply, RequestKind
 from plait.hosts.wire import BLOB_BYTES_AT_MOST
-from plait.launch.in_memory.memory import OutboxFile
 from plait.launch.local.run import ForkServer
+from plait.launch.values.copies import CopiesByStep, CopyPart, ReadableCopy
 from plait.launch.values.job import RANKS_AT_MOST
 
 
@@ -34,12 +35,14 @@ class CopiesReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutboxQuestion:
-    """Some bytes of one of the files of a rank's part of a checkpoint, which its host keeps in memory."""
+class KeptQuestion:
+    """Some bytes of a rank's copy of its state, or with no lineage of its part of a checkpoint, which its host keeps in
+    memory."""
 
     local_rank: int
     step: int
-    what: OutboxFile
+    what: CopyPart
+    lineage: int | None = None
     offset: int = 0
     bytes: int = 0
 
@@ -49,7 +52,7 @@ class OutboxQuestion:
 
 
 LIST_COPIES = RequestKind(name="copies", question=CopiesQuestion, reply=CopiesReply)
-READ_OUTBOX = RequestKind(name="outbox", question=OutboxQuestion, reply=ReadReply, reply_blob_bytes=BLOB_BYTES_AT_MOST)
+READ_KEPT = RequestKind(name="kept", question=KeptQuestion, reply=ReadReply, reply_blob_bytes=BLOB_BYTES_AT_MOST)
 
 
 def memory_handlers(server: ForkServer) -> Handlers:
@@ -58,14 +61,14 @@ def memory_handlers(server: ForkServer) -> Handlers:
     def copies(asked: CopiesQuestion, blob: bytes) -> Reply[CopiesReply]:
         return Reply(values=CopiesReply(steps=tuple(server.whole_steps(asked.ranks, asked.lineage))))
 
-    def outbox(asked: OutboxQuestion, blob: bytes) -> Reply[ReadReply]:
+    def kept(asked: KeptQuestion, blob: bytes) -> Reply[ReadReply]:
         wanted = min(asked.bytes, BLOB_BYTES_AT_MOST)
-        found = server.outbox(asked.local_rank, asked.step, asked.what, asked.offset, wanted)
+        found = server.kept(asked.local_rank, asked.step, asked.lineage, asked.what, asked.offset, wanted)
         if found is None:
             raise PlaitError(f"no part of step {asked.step} is kept in memory; give the same command again")
         return Reply(values=ReadReply(size=found[0]), blob=found[1])
 
-    return {LIST_COPIES: copies, READ_OUTBOX: outbox}
+    return {LIST_COPIES: copies, READ_KEPT: kept}
 
 
 def copied_steps(own: ForkServer, members: Sequence[Member], ranks: Sequence[int], lineage: int) -> Sequence[int]:
@@ -81,3 +84,30 @@ def copied_steps(own: ForkServer, members: Sequence[Member], ranks: Sequence[int
         except PlaitError:
             return ()
     return sorted(set.intersection(*kept), reverse=True) if kept else ()
+
+
+def surviving_copies(own: ForkServer, members: Sequence[Member], ranks: Sequence[int], lineage: int) -> CopiesByStep:
+    """The whole copies of this lineage that the hosts which are left hold of their ranks, this many on each host, by
+    step, the newest first. Between jobs; blocks."""
+    here, *others = ranks
+    found: dict[int, list[ReadableCopy]] = {step: [*some] for step, some in own.copies(range(here), lineage).items()}
+    first = here
+    for member, count in zip(members, others, strict=True):
+        if count:
+            with suppress(PlaitError):  # it is lost
+                asked = CopiesQuestion(ranks=count, lineage=lineage)
+                for step in member.ask(LIST_COPIES, asked).values.steps:
+                    some = [_copy_of(member, first + place, place, step, lineage) for place in range(count)]
+                    found.setdefault(step, []).extend(some)
+        first += count
+    return {step: found[step] for step in sorted(found, reverse=True)}
+
+
+def _copy_of(member: Member, rank: int, place: int, step: int, lineage: int) -> ReadableCopy:
+    def read(what: CopyPart, offset: int, nbytes: int) -> tuple[int, bytes]:
+        wanted = min(nbytes, BLOB_BYTES_AT_MOST)
+        asked = KeptQuestion(local_rank=place, step=step, what=what, lineage=lineage, offset=offset, bytes=wanted)
+        answer = member.ask(READ_KEPT, asked)
+        return answer.values.size, answer.blob
+
+    return ReadableCopy(rank=rank, read=read)

@@ -22,6 +22,7 @@ import stat
 import struct
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -197,11 +198,19 @@ def _grouped(signs: str) -> Secret:
     return Secret(text="-".join(signs[at : at + _GROUP] for at in range(0, _LENGTH, _GROUP)))
 
 
+def is_private(about: os.stat_result, user: int, groups: Collection[int]) -> bool:
+    """Whether a file is the user's alone, or root's and meant for one of the user's groups to read, as Kubernetes
+    mounts a secret for the group of a pod."""
+    if about.st_uid == user:
+        return not about.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return about.st_uid == 0 and about.st_gid in groups and not about.st_mode & (stat.S_IWGRP | stat.S_IRWXO)
+
+
 def _private_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             about = os.fstat(file.fileno())
-            if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or about.st_uid != os.geteuid():
+            if not is_private(about, os.geteuid(), (os.getegid(), *os.getgroups())):
                 raise PlaitError(f"{path} can be read by other users; make it your own: chmod 600 {path}")
             return file.read(_FILE_BYTES_AT_MOST).decode("ascii", "replace")
     except OSError as error:

@@ -174,7 +174,11 @@ class _Agent:
             with contextlib.suppress(RunFailed):  # the end of a dead server is an event of its own
                 self._site.signal(order.order)
             if order.why:
-                self._say("hosts", f"{self._leader} ends the workers: {order.why}")
+                self._say(
+                    "hosts",
+                    f"{self._leader} ends the workers: {order.why}; nothing to do here: this host takes part again "
+                    "when the run goes on",
+                )
             elif order.order == "SIGTERM" and not self._asked_to_stop:
                 self._say("stop", f"{self._leader} stops the run: {STOP_IN_WORDS}")
             elif order.order == "pause" and not self._asked_to_stop:

@@ -16,11 +16,12 @@ from plait.devices import traits_of
 from plait.errors import PlaitError
 from plait.hosts.checkpoints import CheckpointCollector
 from plait.hosts.connection import HostConnection
-from plait.hosts.copies import copied_steps
+from plait.hosts.copies import copied_steps, surviving_copies
 from plait.hosts.job_files import FileStager, joined_host_part, own_part, read_job_argument
 from plait.hosts.joining import HostsRequest, own_host_info
 from plait.hosts.leader import HostPart, Hosts, invited_hosts
 from plait.hosts.membership import JoinPolicy, Member
+from plait.launch.values.copies import CopiesByStep
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import RANKS_AT_MOST, THREADS_AT_MOST, Job, JobResult, Message
 from plait.machines.machine import Machine, make_names_unique, usable_cores
@@ -220,6 +221,10 @@ class LeaderWorkers:
         counts = [share.workers for share in self.host_shares]
         return copied_steps(self._hosts.server, self._hosts.members, counts, lineage)
 
+    def copies(self, lineage: int) -> CopiesByStep:
+        counts = [share.workers for share in self.host_shares]
+        return surviving_copies(self._hosts.server, self._hosts.members, counts, lineage)
+
     def _renumber_hosts(self, host_order: tuple[int, ...]) -> None:
         """Give every host its number; cached values about the hosts stay in the order of admission."""
         shares = self._host_shares_as_admitted  # read before any host moves
@@ -230,7 +235,8 @@ class LeaderWorkers:
             self._hosts.membership.renumber(host_order)
             if names := ", ".join(share.name for host, share in enumerate(shares) if host not in host_order):
                 self._run.screen.print(
-                    f"left out {names}: a step takes no less time with it; it may be used for something else"
+                    f"left out {names}: a step takes no less time with it (--why has the figures); it may be used for "
+                    'something else, or write layout.devices = "all"'
                 )
 
     def _order_without_left_out(self, plan: Plan) -> tuple[int, ...]:
@@ -314,7 +320,7 @@ def machine_survey(values: Mapping[str, Any] | None, host: str) -> MachineSurvey
             raise ValueError("a size is out of range")
         if not all(_DEVICE_NAME.fullmatch(name) for name in names) or any(len(pair) != 2 for pair in machine.versions):
             raise ValueError("a name has signs that no device's has")
-        if not set(machine.without) <= {"bf16"} or not _REASON.fullmatch(machine.uncompiled):
+        if not set(machine.without) <= {"bf16", "fp16"} or not _REASON.fullmatch(machine.uncompiled):
             raise ValueError("what its GPUs lack is not what GPUs can lack")
     except (ValueError, KeyError, TypeError) as error:
         raise PlaitError(

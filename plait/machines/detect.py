@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from plait.machines.gpus import (
     BF16_CAPABILITY,
+    FP16_CAPABILITY,
     CompileTools,
     GpuLibrary,
     Host,
@@ -60,6 +61,12 @@ def describe_machine(
         memory_bytes=least.memory_bytes,
         unlike=tuple(dict.fromkeys(one.name for one in gpus if one.name != least.name)),
         gpus=() if numbers == tuple(range(present)) else numbers,
-        without=("bf16",) if oldest < BF16_CAPABILITY and library.build().cuda else (),
+        without=_lacking(oldest) if library.build().cuda else (),
         uncompiled=why_not_compiled(tools or find_compile_tools(), oldest) if library.build().cuda else "",
     )
+
+
+def _lacking(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The arithmetic of 16 bits that CUDA's GPUs of this compute capability do not have, or not in fast units."""
+    needs = {"bf16": BF16_CAPABILITY, "fp16": FP16_CAPABILITY}
+    return tuple(name for name, least in needs.items() if capability < least)

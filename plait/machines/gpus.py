@@ -22,7 +22,7 @@ from plait.units import counted, format_bytes
 
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """The oldest driver for each CUDA major version: NVIDIA, CUDA Compatibility, "minor version compatibility"."""
-BF16_CAPABILITY = (8, 0)
+BF16_CAPABILITY, FP16_CAPABILITY = (8, 0), (7, 0)
 """The oldest compute capability with bf16 arithmetic and with flash kernels for documents: Ampere."""
 USUAL_USE_SHARE, USUAL_USE_BYTES = 0.1, 3 * 2**29
 """What a GPU may have in use without being taken, the larger of both: the asking process's own context (0.3 to 0.6 GiB)

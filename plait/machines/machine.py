@@ -40,7 +40,7 @@ class Machine:
     gpus: tuple[int, ...] = ()
     """torch's numbers of the GPUs to use, where these are not all of them."""
     without: tuple[str, ...] = ()
-    """Arithmetic that one of the GPUs lacks: "bf16"."""
+    """Arithmetic that one of the GPUs lacks: "bf16", "fp16"."""
     uncompiled: str = ""
     """Why layers cannot be compiled for the GPUs, with what to do about it; empty where they can."""
 

@@ -27,13 +27,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError
 from plait.layout import LARGEST_CLUSTER
-from plait.machines.catalog import Device, Link, find_device, link_at_rate
+from plait.machines.catalog import Device, DeviceKind, Link, find_device, link_at_rate
 from plait.machines.cluster import check_keys, link_from_json
 from plait.machines.short_form import parse_short_form
 from plait.regular_file import SMALL_FILE_BYTES, read_regular_file
@@ -83,9 +84,13 @@ class PoolDevices:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of devices that can be taken: powers of two within one GPU node, then whole nodes."""
-        parts = [2**k for k in range(self.per_node.bit_length()) if 2**k < self.per_node]
-        whole = [self.per_node * nodes for nodes in range(1, self.nodes + 1)]
-        return (*(parts if self.device.kind == "gpu" else ()), *whole)
+        return _sizes(self.device.kind, self.per_node, self.nodes)
+
+
+@cache
+def _sizes(kind: DeviceKind, per_node: int, nodes: int) -> tuple[int, ...]:
+    parts = [2**k for k in range(per_node.bit_length()) if 2**k < per_node] if kind == "gpu" else []
+    return (*parts, *(per_node * number for number in range(1, nodes + 1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.accelerator import has_cuda_kernels, to_device
+from plait.accelerator import has_cuda_kernels, suits_flash_kernels, to_device
 from plait.model.blocked_attention import attend_in_blocks, suits_blocks
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.matmul import attend_by_default_library
@@ -172,7 +172,8 @@ def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents 
     the last `window` ones, itself included, where that is not 0."""
     if documents is None:
         return _attend_rows(q_bthd, k_bthd, v_bthd, window)
-    if documents.ends is not None and q_bthd.dtype in (torch.bfloat16, torch.float16):
+    # Of bfloat16 it is known, and a compiled layer need not ask.
+    if documents.ends is not None and (q_bthd.dtype == torch.bfloat16 or suits_flash_kernels(q_bthd)):
         return _attend_packed(q_bthd, k_bthd, v_bthd, documents, window)
     core: Attend = _attend_documents
     if documents.ends is not None:  # else a graph would be compiled for each set of lengths
@@ -188,7 +189,7 @@ def _outside_graphs(core: Attend) -> Attend:
 def _attend_documents(
     q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int
 ) -> Tensor:
-    """Documents without a kernel for ragged lengths: processors, and GPUs in float32."""
+    """Documents without a kernel for ragged lengths: processors, GPUs in float32, old GPUs in float16."""
     assert documents is not None
     length = documents.lengths[0]
     if all(other == length for other in documents.lengths):

@@ -3,7 +3,7 @@ adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,10 @@ class Linear(nn.Module):
         if self.part is None or self.scales is None:
             return self.product(x, weight, bias)
         return quantized_product(x, weight, bias, self.scales, self.part)
+
+
+HALF_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Precisions of runs that compute in 16 bits from float32 weights."""
 
 
 def to_compute_precision(x: Tensor) -> Tensor:

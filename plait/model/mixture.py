@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from plait.accelerator import has_cuda_kernels
+from plait.accelerator import suits_flash_kernels
 from plait.model.attention import Rows
 from plait.model.feedforward import FeedForward, activated
 from plait.model.linear import to_compute_precision
@@ -165,8 +165,7 @@ def grouped_product(rows_ri: Tensor, weights: Sequence[Tensor], counts: Sequence
 def suits_kernel(rows_ri: Tensor, weight: Tensor) -> bool:
     """Whether the grouped kernel takes these rows, and is the faster way: on GPUs, in 16 bits."""
     aligned = all(size * rows_ri.element_size() % KERNEL_ROW_BYTES == 0 for size in weight.shape)
-    half = rows_ri.dtype in (torch.bfloat16, torch.float16)
-    return has_cuda_kernels(rows_ri.device) and half and aligned and len(rows_ri) > 0
+    return suits_flash_kernels(rows_ri) and aligned and len(rows_ri) > 0
 
 
 @torch.library.custom_op("plait::grouped_product", mutates_args=())

@@ -130,6 +130,8 @@ class LoadMeter:
     def __init__(self) -> None:
         self.when: Literal["backward", "forward"] = "backward"
         """"forward" while a pass without gradients counts, for losses that need the whole step's counts."""
+        self.loss_scale: Callable[[], Tensor] | None = None
+        """What the gradients of this layer's losses are multiplied by, where those of all losses are."""
         self._total: Tensor | None = None
 
     def add(self, counts: Tensor) -> None:
@@ -215,4 +217,7 @@ class _HandedOver(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         ctx.meter.add(ctx.counts)
-        return grads[0], None if ctx.like is None else torch.ones_like(ctx.like), None, None
+        like, scale = None if ctx.like is None else torch.ones_like(ctx.like), ctx.meter.loss_scale
+        if like is not None and scale is not None:
+            like = like * scale().to(like.dtype)
+        return grads[0], like, None, None

@@ -1,13 +1,12 @@
-"""Frozen matrices in the numbers that products compute in, or in few bits: a bfloat16 run keeps them rounded, QLoRA in
-blocks of four or eight bits a number."""
+"""Frozen matrices in the numbers that products compute in, or in few bits: a run in 16 bits keeps them rounded, and
+only so; QLoRA keeps them in blocks of four or eight bits a number."""
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.model.linear import Linear
+from plait.model.linear import HALF_DTYPES, Linear
 from plait.model.quantization import QuantizedPart
 from plait.model.weights import is_quantized
 from plait.parallel.sharded_model import ShardedModel
@@ -42,10 +41,10 @@ def quantize_frozen(sharded: ShardedModel, mesh: DeviceMesh, execution: Executio
 
 
 def round_frozen(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) -> ShardedModel:
-    """Keep the frozen weights of linear layers in bfloat16 where the run computes in it."""
-    if execution.arithmetic.precision == "bf16":
+    """Keep the frozen weights of linear layers in 16 bits where the run computes in them."""
+    if (dtype := HALF_DTYPES.get(execution.arithmetic.precision)) is not None:
         for chunk in sharded.chunks:
             for module in chunk.modules():
                 if isinstance(module, Linear) and module.part is None and not module.weight.requires_grad:
-                    module.weight = nn.Parameter(module.weight.detach().to(torch.bfloat16), requires_grad=False)
+                    module.weight = nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
     return sharded

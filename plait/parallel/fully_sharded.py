@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.model.gpt import GPT, mixtures_of
+from plait.model.linear import HALF_DTYPES
 from plait.model.mixture import Experts
 from plait.model.router import Router
 from plait.parallel.collectives import (
@@ -135,16 +136,14 @@ def _whole_experts(chunk: GPT, execution: Execution) -> set[nn.Parameter]:
 def _policy(execution: Execution) -> MixedPrecisionPolicy:
     """In what numbers weights are gathered and gradients summed; the shards themselves and their sums stay float32.
 
-    Under autocast a bfloat16 run would keep a rounded copy of each weight from the forward to the backward, on every
-    rank; gathered in bfloat16, weights are their own rounded copies and are freed together with the gathered layer.
+    Under autocast a run in 16 bits would keep a rounded copy of each weight from the forward to the backward, on every
+    rank; gathered in 16 bits, weights are their own rounded copies and are freed together with the gathered layer.
     """
-    rounds = execution.arithmetic.precision == "bf16"
+    rounded = HALF_DTYPES.get(execution.arithmetic.precision)
     # FSDP2 rounds before its library's sum, which for bfloat16 rounds after every addition.
-    summed = torch.bfloat16 if execution.arithmetic.gradient_transfer == "bf16" else torch.float32 if rounds else None
+    summed = torch.bfloat16 if execution.arithmetic.gradient_transfer == "bf16" else torch.float32 if rounded else None
     # The stream between layers stays float32, as in every other layout.
-    return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if rounds else None, reduce_dtype=summed, cast_forward_inputs=False
-    )
+    return MixedPrecisionPolicy(param_dtype=rounded, reduce_dtype=summed, cast_forward_inputs=False)
 
 
 def _ahead_layers(chunk: GPT) -> list[nn.Module]:

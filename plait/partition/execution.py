@@ -10,8 +10,8 @@ from plait.devices import DeviceName
 from plait.layout import Layout
 from plait.model.shape import ModelShape
 
-Precision = Literal["float32", "bf16", "float64"]
-"""bf16 computes in bfloat16 from float32 weights; float64 is for proofs."""
+Precision = Literal["float32", "bf16", "fp16", "float64"]
+"""bf16 and fp16 compute in 16 bits from float32 weights, fp16 with a scale of losses; float64 is for proofs."""
 MatmulPrecision = Literal["float32", "tf32"]
 """In what float32 matrices are multiplied on CUDA devices: TF32 rounds each factor to 10 bits of mantissa for the
 tensor cores; sums stay float32."""
@@ -44,8 +44,8 @@ class RunArithmetic:
     host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
     """The library of hosts that take another one than `matmul_backend`, by the digest of their machine."""
     orthogonalized_in: Precision = "float32"
-    """In what numbers Muon orthogonalizes matrices where the run computes in float32: those that its devices multiply
-    fastest."""
+    """In what numbers Muon orthogonalizes matrices where the run computes in float32 or fp16: those of float32 and bf16
+    that its devices multiply faster. fp16's range is too narrow for gradients without their scale."""
     matmul_flops: float | None = None
     """FLOP/s of the run's matrix products on one device, as measured; None where not measured."""
     matmul_error: float | None = None
@@ -54,7 +54,7 @@ class RunArithmetic:
     @property
     def orthogonalization_precision(self) -> Precision:
         """The numbers in which Muon orthogonalizes matrices."""
-        return self.orthogonalized_in if self.precision == "float32" else self.precision
+        return self.orthogonalized_in if self.precision in ("float32", "fp16") else self.precision
 
     @property
     def product_precision(self) -> Precision | MatmulPrecision:

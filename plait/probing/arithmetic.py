@@ -18,6 +18,7 @@ from plait.devices import DevicePlace, traits_of
 from plait.machines.measured import WorkKind, WorkTiming
 from plait.model.attention import Documents, Rows, attend
 from plait.model.gpt import GPT, Embedding, Layer, make_rotaries, query_growth, row_positions
+from plait.model.linear import HALF_DTYPES
 from plait.model.shape import ModelPart, whole_model
 from plait.model.weights import kernel_width
 from plait.parallel.compile import compile_layer
@@ -59,7 +60,7 @@ PieceRuns = dict[PieceKey, Callable[[], object]]
 
 def arithmetic_runs(request: ProbeRequest, device: torch.device) -> PieceRuns:
     """All work that the request names, as functions that are ready to be timed."""
-    dtype = torch.bfloat16 if request.precision == "bf16" else torch.float32
+    dtype = HALF_DTYPES.get(request.precision, torch.float32)
     runs: PieceRuns = {}
     if request.compile == "blocks":
         _let_backward_be_repeated()

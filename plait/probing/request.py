@@ -47,6 +47,9 @@ EXTRA_ATTENTIONS: Mapping[DevicePlace, tuple[tuple[int, int, int], ...]] = {
 }
 
 
+ProbedPrecision = Literal["float32", "bf16", "fp16"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbedModel:
     """A model, the tokens of its sequences, and the number of sequences that a worker takes at a time."""
@@ -65,7 +68,7 @@ class ProbeRequest:
     """Everything that the ranks of a probe measure; equal on all of them."""
 
     device: DeviceName
-    precision: Literal["float32", "bf16"]
+    precision: ProbedPrecision
     threads: int
     """Threads of each worker."""
     models: tuple[ProbedModel, ...]
@@ -100,9 +103,7 @@ class ProbeRequest:
             ) from None
 
 
-def typical_probe_request(
-    device: DeviceName, threads: int, precision: Literal["float32", "bf16"] | None = None
-) -> ProbeRequest:
+def typical_probe_request(device: DeviceName, threads: int, precision: ProbedPrecision | None = None) -> ProbeRequest:
     """The request for models of the usual sizes; in the device's usual precision where none is given."""
     models = [
         ProbedModel(shape=named_shape(size, vocabulary=8192, sequence=sequence), sequence=sequence, sequences=sequences)
@@ -117,7 +118,7 @@ def model_probe_request(
     sequence: int,
     sequences: int,
     device: DeviceName,
-    precision: Literal["float32", "bf16"],
+    precision: ProbedPrecision,
     threads: int,
 ) -> ProbeRequest:
     """The request for one model with at most `sequences` sequences at a time, including the products that remain
@@ -145,7 +146,7 @@ def recipe_probe_request(
         sequence=sequence,
         sequences=sequences,
         device=machine.device,
-        precision="bf16" if need.precision == "bf16" else "float32",
+        precision="float32" if need.precision == "float64" else need.precision,
         threads=threads,
     )
     return replace(

@@ -89,8 +89,8 @@ class TrainSection(RecipeSection):
     """Tokens of a training window."""
     batch_tokens: TokenCount | Auto = "auto"
     """Tokens of one optimizer step over all devices: 16384, "512K", "16M"; K is 1,000 and M 1,000,000."""
-    precision: Literal["float32", "bf16"] | Auto = "auto"
-    """bf16 computes in bfloat16 with float32 master weights."""
+    precision: Literal["float32", "bf16", "fp16"] | Auto = "auto"
+    """bf16 computes in bfloat16 with float32 master weights; fp16 in float16, with a scale of losses that adapts."""
     compile: Literal["on", "off"] | Auto = "auto"
     """Whether layers are compiled on GPUs; "auto" where a C compiler, Triton and Python's headers are there."""
     deterministic: bool = False
@@ -169,6 +169,8 @@ class LayoutSection(RecipeSection):
     """Sequences a device takes at a time at most; the rest of its part follows by accumulation."""
     shares: tuple[Positive, ...] | Auto = "auto"
     """Sequences of a step for each copy or shard: [11, 5]; with "auto" in proportion to speed where devices differ."""
+    devices: Literal["all"] | Auto = "auto"
+    """"auto" leaves out GPUs and hosts with which a step takes no less time; "all" uses them as well."""
 
 
 class BalanceSection(RecipeSection):

@@ -19,6 +19,8 @@ from plait.report.atomic import replace_file
 RECEIPT_WARM_UP_STEPS = 3
 MOST_METRICS_BYTES = 1 << 32
 """Twenty million steps."""
+SMALLEST_USUAL_SCALE = 1.0
+"""If gradients are not finite even at this scale of losses, the cause is not float16's range."""
 _BLOCK_BYTES, _LONGEST_LINE_BYTES = 1 << 16, 1 << 20
 LEFT_OUT_IF_NONE = (
     "choices_accuracy",
@@ -29,9 +31,11 @@ LEFT_OUT_IF_NONE = (
     "reward_margin",
     "pair_accuracy",
     "eval_nats_per_byte",
+    "loss_scale",
+    "updates_skipped",
 )
-"""Keys of runs that ask multiple-choice questions, of models with experts or with auxiliary objectives, and of runs
-that learn from pairs or do not."""
+"""Keys of runs that ask multiple-choice questions, of models with experts or with auxiliary objectives, of runs that
+learn from pairs or do not, and of those in float16."""
 MAY_BE_NULL = frozenset({"mfu", "step", "tokens", "expert_load_max", "expert_dropped", "auxiliary_losses"})
 
 
@@ -63,6 +67,16 @@ class StepReport:
     """Where pairs are learned from, the mean of beta × the log-ratio of the chosen answer less that of the rejected."""
     pair_accuracy: float | None = None
     """Share of the pairs whose margin is above 0."""
+    loss_scale: float | None = None
+    """In float16, what the loss was multiplied by so that its gradients fit the range of float16."""
+    updates_skipped: int | None = None
+    """In float16, the updates skipped since the run began because a gradient was not finite."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether only float16's range was exceeded: the update was skipped, and the next step has a smaller scale."""
+        too_large = self.loss_scale is not None and self.loss_scale > SMALLEST_USUAL_SCALE
+        return too_large and isfinite(self.loss) and not isfinite(self.grad_norm)
 
     @property
     def is_finite(self) -> bool:

@@ -93,6 +93,10 @@ class Receipt:
     """Seconds of the steps that count over `wall_s`; the rest went to starts, saves, evaluations and failures."""
     samples_skipped: int = 0
     """Samples that the run left out on purpose, because loss or gradient were bad twice at their step."""
+    updates_skipped: int | None = None
+    """Updates skipped because a gradient exceeded float16's range; None in other precisions."""
+    loss_scale: float | None = None
+    """Scale of losses in the last step; None but in float16."""
     copy_every_steps: float | None = None
     copy_share: float | None = None
     """Steps between copies of the state in memory, on average, and the share of `wall_s` that they held workers up."""
@@ -161,6 +165,7 @@ def receipt_rows(receipt: Receipt) -> list[tuple[str, str]]:
         ("on", f"{receipt.device}, {counted(ranks, 'rank')} ({layout})"),
         ("training loss", f"{receipt.train_loss:.4f} {unit} in the last step"),
         ("held-out loss", held_out),
+        ("float16", _float16(receipt)),
         ("speed", speed),
         ("forecast", _forecast(receipt)),
         ("step time", _items(receipt)),
@@ -245,6 +250,13 @@ def _speedup(receipt: Receipt) -> str:
         f"{receipt.efficiency:.0%} of {receipt.world_size} workers"
         f"{efficiency_doubt(receipt.efficiency, receipt.world_size)}"
     )
+
+
+def _float16(receipt: Receipt) -> str:
+    if receipt.updates_skipped is None or receipt.loss_scale is None:
+        return ""
+    skipped = f"{receipt.updates_skipped:,} of {counted(receipt.steps, 'update', ',')} skipped"
+    return f"{skipped}; loss scale {receipt.loss_scale:,.0f} in the last step"
 
 
 def _lost(receipt: Receipt) -> str:

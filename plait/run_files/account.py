@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from math import isfinite
 from typing import Any
 
 from plait.checkpoint.generation import read_generation
+from plait.checkpoint.manifest import MANIFEST
 from plait.checkpoint.store import published_checkpoints, read_manifest
 from plait.errors import PlaitError
 from plait.report.bottleneck import RunBottleneck
@@ -61,6 +64,11 @@ class RunAccount:
     run: str
     state: RunState
     step: int
+    """The last step that was reported."""
+    step_saved: int | None
+    """The step of the newest checkpoint, which is not verified here; None where there is none."""
+    saved_at: datetime | None
+    """When that checkpoint was made, in UTC."""
     steps: int
     starts: int
     wall_s: float
@@ -83,7 +91,8 @@ class RunAccount:
         """The account as plain values for JSON."""
         lost = [one.steps_lost for one in self.incidents]
         incidents = [values | {"steps_lost": n} for values, n in zip(asdict(self)["incidents"], lost, strict=True)]
-        plain = {"seconds": dict(self.seconds), "lost_by_cause": dict(self.lost_by_cause)}
+        plain: dict[str, Any] = {"seconds": dict(self.seconds), "lost_by_cause": dict(self.lost_by_cause)}
+        plain["saved_at"] = self.saved_at.isoformat(timespec="seconds") if self.saved_at else None
         return asdict(self) | {"incidents": incidents, "samples_skipped": self.samples_skipped} | plain
 
     @property
@@ -112,10 +121,13 @@ def account_of(folder: RunFolder) -> RunAccount:
     spent["starting"] = max(0.0, spent["starting"] - sum(one.back_after_s for one in back))
     wall_s = max(totals.wall_s, sum(spent.values()))
     steps = [line.step for line in ledger]
+    step_saved, saved_at = _newest_save(folder)
     return RunAccount(
         run=str(folder.path),
         state=run_state(folder, plan, read_receipt(folder.receipt) if folder.receipt.exists() else None),
         step=steps[-1] if steps else 0,
+        step_saved=step_saved,
+        saved_at=saved_at,
         steps=plan.job.steps,
         starts=max(read_generation(folder.path), 1),
         wall_s=wall_s,
@@ -129,6 +141,15 @@ def account_of(folder: RunFolder) -> RunAccount:
         checked_checkpoints=tuple(_checked_cursors(folder, plan.job.batch_sequences, skipped_steps(incidents))),
         incidents=incidents,
     )
+
+
+def _newest_save(folder: RunFolder) -> tuple[int | None, datetime | None]:
+    """The step of the newest checkpoint, and when it was made."""
+    for path in reversed(published_checkpoints(folder.checkpoints)):
+        with suppress(OSError, PlaitError):  # deleted meanwhile, or damaged
+            made = datetime.fromtimestamp((path / MANIFEST).stat().st_mtime, UTC)
+            return read_manifest(path).step, made
+    return None, None
 
 
 def ledger_of(folder: RunFolder) -> Sequence[LedgerLine]:

@@ -19,6 +19,7 @@ from plait.data.samples.opening import all_pairs, training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
 from plait.model.gpt import GPT, reset_biases
+from plait.model.linear import HALF_DTYPES
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.communicator import Communicator
 from plait.parallel.sharded_model import Forward, LossOf, ShardedModel
@@ -30,6 +31,7 @@ from plait.recipe.schema import RunConfig
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, KeptBias
 from plait.trainer.first_weights import fill_first_weights
+from plait.trainer.loss_scale import DeviceLossScale
 from plait.trainer.optimizer.fused import RunOptimizer
 from plait.trainer.optimizer.optim import learning_rate, make_optimizer
 from plait.trainer.preference.pair_losses import PairLosses
@@ -71,6 +73,8 @@ class Assembly:
     auxiliary: AuxiliaryLosses
     """The losses beside that of the next token."""
     pairs: PairLosses | None = None
+    scale: DeviceLossScale | None = None
+    """Of the gradients of a float16 run."""
     graphs: StepGraphs | None = None
     """Replays steps, where they are worth recording."""
 
@@ -104,6 +108,7 @@ class Assembly:
             clip=self.plan.job.optimizer.clip,
             loads=self.loads,
             auxiliary=self.auxiliary,
+            scale=self.scale,
         )
 
     @property
@@ -116,7 +121,7 @@ class Assembly:
         layout, job, arithmetic = self.plan.placement.layout, self.plan.job, self.plan.arithmetic
         usual = job.shape.mixture is None and not job.shape.objectives.weights and self.pairs is None
         alone = layout.world_size == 1 and layout.recompute == "none"
-        # In float32 each document is a kernel of its own.
+        # In float32, and in fp16 on old GPUs, each document is a kernel of its own.
         documents = job.documents == "join" or arithmetic.precision == "bf16"
         return has_cuda_kernels(self.device) and arithmetic.compile == "blocks" and usual and alone and documents
 
@@ -192,14 +197,16 @@ def assemble(
     )
     loader = Loader(corpus, reader, samples)
     autocast, compile = make_autocast(plan.arithmetic.precision, device), plan.arithmetic.compile if stages else "off"
-    auxiliary = AuxiliaryLosses(sharded, plan.job.shape, autocast, score_passes(compile))
-    pairs = pair_losses_of(config, sharded, all_pairs(corpus), autocast, compile)
+    counted = plan.job.batch_sequences * (plan.job.sequence if config.finetune.objective != "dpo" else 1)
+    scale = DeviceLossScale(counted, device) if plan.arithmetic.precision == "fp16" else None
+    auxiliary = AuxiliaryLosses(sharded, plan.job.shape, autocast, score_passes(compile), scale)
+    pairs = pair_losses_of(config, sharded, all_pairs(corpus), autocast, compile, scale)
     # Without stages a rank holds all matrices whole.
     exchange = (
         partial(stage_exchange, layout=layout, copies=plan.placement.copies_compute) if stages else MatrixExchange
     )
     run_micros, evaluate_micros = make_runners(
-        sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary, pairs=pairs
+        sharded, autocast, casts=weight_casts(plan), compile=compile, auxiliary=auxiliary, pairs=pairs, scale=scale
     )
     return Assembly(
         plan=plan,
@@ -214,19 +221,27 @@ def assemble(
         sums=sums,
         run_micros=run_micros,
         evaluate_micros=evaluate_micros,
-        loads=ExpertLoads(sharded, plan.job.shape),
+        loads=ExpertLoads(sharded, plan.job.shape, scale),
         auxiliary=auxiliary,
         pairs=pairs,
+        scale=scale,
     )
 
 
 def pair_losses_of(
-    config: RunConfig, sharded: ShardedModel, pairs: int, autocast: Autocast, compile: Compile
+    config: RunConfig,
+    sharded: ShardedModel,
+    pairs: int,
+    autocast: Autocast,
+    compile: Compile,
+    scale: DeviceLossScale | None = None,
 ) -> PairLosses | None:
     """The loss of a recipe that learns from this many pairs; None where it learns from no pairs."""
     tuning = config.finetune
     return (
-        PairLosses(sharded, pairs, tuning.beta, autocast, score_passes(compile)) if tuning.objective == "dpo" else None
+        PairLosses(sharded, pairs, tuning.beta, autocast, score_passes(compile), scale)
+        if tuning.objective == "dpo"
+        else None
     )
 
 
@@ -262,10 +277,12 @@ def make_runners(
     compile: Compile = "off",
     auxiliary: AuxiliaryLosses | None = None,
     pairs: PairLosses | None = None,
+    scale: DeviceLossScale | None = None,
 ) -> Runners:
     """Functions that run micro-batches through the sharded model in training and in evaluation: one after another, or
     through a pipeline, which casts weights for each. The loss is that of the next token, or of `pairs`."""
-    forward, plain = make_forward(autocast, auxiliary), make_loss(autocast, sharded.vocabulary, score_passes(compile))
+    forward = make_forward(autocast, auxiliary)
+    plain = make_loss(autocast, sharded.vocabulary, score_passes(compile), scale)
     if pairs is None:
         return _runners(sharded, forward, plain, casts)
     run_micros, evaluate_micros = _runners(sharded, forward, pairs.beside(plain), casts)
@@ -306,8 +323,7 @@ def weight_casts(plan: Plan) -> WeightCasts:
 
 
 def make_autocast(precision: Precision, device: torch.device) -> Autocast:
-    """The context in which the forward pass runs: autocast to bfloat16 over float32 weights, or the weights' own
+    """The context in which the forward pass runs: autocast to 16 bits over float32 weights, or the weights' own
     precision."""
-    if precision == "bf16":
-        return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext
+    dtype = HALF_DTYPES.get(precision)
+    return nullcontext if dtype is None else lambda: torch.autocast(device.type, dtype=dtype)

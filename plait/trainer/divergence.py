@@ -63,6 +63,8 @@ class NumberWatch:
 
     def judge(self, report: StepReport) -> BadStep | None:
         """What is bad in the next step; None where nothing is, or where it is to be let pass. See Note [a spike]."""
+        if report.is_skipped:
+            return None
         if report.is_finite:
             what = self._spike(report.loss, report.grad_norm)
             self._losses.append(report.loss)
@@ -110,7 +112,7 @@ class DivergenceWatch:
     def add(self, report: StepReport) -> None:
         """Take the report of the next step."""
         self._last = report
-        if report.is_finite:
+        if report.is_finite or report.is_skipped:
             self._bad.clear()
             self._proven_step = report.step - 1  # updates of the bad steps before it were skipped
         else:

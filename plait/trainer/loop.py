@@ -299,9 +299,8 @@ def _report(
     rows = torch.stack([_row(one.scalars) for one in pending]).tolist()
     step_s = (time.perf_counter() - began) / len(pending)  # after the fetch, which waits for the device
     tokens = state.tokens
-    for one, (loss_sum, counted, norm, load, idle, dropped, choices, margins, right, answers, *auxiliary) in zip(
-        pending, rows, strict=True
-    ):
+    for one, row in zip(pending, rows, strict=True):
+        loss_sum, counted, norm, load, idle, dropped, choices, margins, right, answers, scale, skipped, *auxiliary = row
         learnt = counted if isnan(answers) else answers
         tokens += int(learnt)
         report = StepReport(
@@ -319,6 +318,8 @@ def _report(
             auxiliary_losses=_auxiliary_losses(one.scalars.objective_names, auxiliary),
             reward_margin=None if isnan(answers) else margins / max(counted, 1),
             pair_accuracy=None if isnan(answers) else right / max(counted, 1),
+            loss_scale=None if isnan(scale) else scale,
+            updates_skipped=None if isnan(skipped) else int(skipped),
         )
         experts = ExpertUse(
             experts=one.scalars.expert_counts.numel(),
@@ -334,11 +335,11 @@ def _report(
 
 def _row(scalars: Scalars) -> Tensor:
     """What is fetched of a step: [sum of losses, counted tokens, norm, the busiest expert's load, idle experts, choices
-    that were dropped, all choices of experts], what is summed of pairs, and [sum of losses, counted tokens] of each
-    auxiliary objective."""
+    that were dropped, all choices of experts], what is summed of pairs, float16's scale and skipped updates, and [sum
+    of losses, counted tokens] of each auxiliary objective."""
     of_experts = (scalars.expert_load_max, scalars.idle_experts, scalars.dropped, scalars.expert_counts.sum())
     others = torch.stack([value.to(scalars.totals) for value in (scalars.norm, *of_experts)])
-    more = scalars.pairs.to(others), scalars.auxiliary.to(others).flatten()
+    more = scalars.pairs.to(others), scalars.scale.to(others), scalars.auxiliary.to(others).flatten()
     return torch.cat([scalars.totals, others, *more]).double()
 
 

@@ -36,6 +36,7 @@ def sum_of_losses(
     targets_n: Tensor,
     vocabulary: VocabularySplit = WHOLE_VOCABULARY,
     passes: ScorePasses = IN_PLACE,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """The summed cross-entropy, in nats, of the next-token logits `hidden @ head.T`; targets of -100 are ignored.
 
@@ -43,12 +44,12 @@ def sum_of_losses(
     at once. Differentiable once, in hidden and head. Returns a scalar in float32, or float64 for float64 inputs. Where
     the vocabulary is split over ranks, each rank passes its rows of the head, and the hidden states and targets of all
     tokens; all ranks get the same sum, and each gets its own entries' contribution to the gradient of the hidden
-    states.
+    states. Gradients are multiplied by `scale`, if there is one, and the sum is not.
     """
     want_grads = torch.is_grad_enabled()
     # Its products are made in place, and those autocast leaves as they are.
     hidden_nd = to_compute_precision(hidden_nd)
-    total: Tensor = _SumOfLosses.apply(hidden_nd, head_vd, targets_n, vocabulary, passes, want_grads)  # type: ignore[assignment]
+    total: Tensor = _SumOfLosses.apply(hidden_nd, head_vd, targets_n, vocabulary, passes, want_grads, scale)  # type: ignore[assignment]
     return total
 
 
@@ -76,6 +77,7 @@ class _SumOfLosses(torch.autograd.Function):
         vocabulary: VocabularySplit,
         passes: ScorePasses,
         want_grads: Literal[True, False],
+        scale: Tensor | None,
     ) -> Tensor:
         exact = exact_dtype(hidden_nd)
         weight_vd = head_vd.detach().to(hidden_nd.dtype)
@@ -86,7 +88,7 @@ class _SumOfLosses(torch.autograd.Function):
             hidden = hidden_nd[part].detach()
             targets = LocalTargets(targets_n[part], vocabulary.first, len(weight_vd))
             own_grad = None if grad_hidden is None else grad_hidden[part]
-            total += _add_piece(passes, hidden, weight_vd, targets, vocabulary, own_grad, grad_head)
+            total += _add_piece(passes, hidden, weight_vd, targets, vocabulary, own_grad, grad_head, scale)
         ctx.save_for_backward(grad_hidden, None if grad_head is None else grad_head.to(head_vd.dtype))
         return total
 
@@ -102,6 +104,7 @@ class _SumOfLosses(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -113,6 +116,7 @@ def _add_piece(
     vocabulary: VocabularySplit,
     grad_hidden_nd: Tensor | None,
     grad_head_vd: Tensor | None,
+    scale: Tensor | None,
 ) -> Tensor:
     """The summed loss of a piece, whose gradients are put into `grad_hidden_nd` and added to `grad_head_vd`. When it
     returns, nothing that is as large as the piece's logits is there any more."""
@@ -120,7 +124,7 @@ def _add_piece(
     losses = losses_n.sum()
     if grad_hidden_nd is None and grad_head_vd is None:
         return losses
-    grad_nv = passes.gradient(kept, targets, hidden_nd.dtype)
+    grad_nv = passes.gradient(kept, targets, hidden_nd.dtype, scale)
     del kept
     if grad_hidden_nd is not None:
         torch.mm(grad_nv, weight_vd, out=grad_hidden_nd)

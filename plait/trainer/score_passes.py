@@ -48,8 +48,11 @@ class ScorePasses(Protocol):
         the scores."""
         ...
 
-    def gradient(self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype) -> Tensor:
-        """Probabilities minus one at the target, zero where the target is ignored, [n, v]; may overwrite `kept`."""
+    def gradient(
+        self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype, scale: Tensor | None = None
+    ) -> Tensor:
+        """Probabilities minus one at the target, zero where the target is ignored, [n, v]; may overwrite `kept`.
+        Multiplied by `scale`, if there is one, before they are rounded to `dtype`."""
         ...
 
 
@@ -67,11 +70,15 @@ class InPlacePasses:
         sums_n, picked_n = vocabulary.sum(torch.stack([exponentials_nv.sum(dim=1), picked_n]))
         return _counted(sums_n, picked_n, targets), (exponentials_nv, largest_n1, sums_n)
 
-    def gradient(self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype) -> Tensor:
+    def gradient(
+        self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype, scale: Tensor | None = None
+    ) -> Tensor:
         exponentials_nv, _, sums_n = kept
-        # One pass divides and ignores; an ignored token's target is not here either.
-        grad_nv = exponentials_nv.mul_((targets.counted_n / sums_n).unsqueeze(1))
-        minus_one = targets.here_n.unsqueeze(1).to(grad_nv.dtype).neg_()
+        # One pass divides, ignores and scales; an ignored token's target is not here either.
+        counted_n, minus_one = targets.counted_n, targets.here_n.unsqueeze(1).to(exponentials_nv.dtype).neg_()
+        if scale is not None:
+            counted_n, minus_one = counted_n * scale, minus_one * scale
+        grad_nv = exponentials_nv.mul_((counted_n / sums_n).unsqueeze(1))
         return grad_nv.scatter_add_(1, targets.index_n1, minus_one).to(dtype)
 
 
@@ -89,8 +96,10 @@ class FusedPasses:
         sums_n, picked_n = vocabulary.sum(own)
         return _counted(sums_n, picked_n, targets), (scores_nv, largest_n1, sums_n)
 
-    def gradient(self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype) -> Tensor:
-        grad_nv: Tensor = self._row_gradients(*kept, targets.index_n1, targets.here_n, targets.counted_n)
+    def gradient(
+        self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype, scale: Tensor | None = None
+    ) -> Tensor:
+        grad_nv: Tensor = self._row_gradients(*kept, targets.index_n1, targets.here_n, targets.counted_n, scale)
         return grad_nv.to(dtype)
 
 
@@ -117,13 +126,21 @@ def row_sums(scores_nv: Tensor, largest_n1: Tensor, index_n1: Tensor, here_n: Te
 
 
 def row_gradients(
-    scores_nv: Tensor, largest_n1: Tensor, sums_n: Tensor, index_n1: Tensor, here_n: Tensor, counted_n: Tensor
+    scores_nv: Tensor,
+    largest_n1: Tensor,
+    sums_n: Tensor,
+    index_n1: Tensor,
+    here_n: Tensor,
+    counted_n: Tensor,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the scores, in their dtype."""
+    """The gradient of the scores, times `scale` if there is one, in their dtype."""
     exponentials_nv = (scores_nv.to(largest_n1.dtype) - largest_n1).exp()
     columns_1v = torch.arange(scores_nv.shape[1], device=scores_nv.device).unsqueeze(0)
     target_nv = (columns_1v == index_n1) & here_n.unsqueeze(1)
     grad_nv = exponentials_nv * (counted_n / sums_n).unsqueeze(1) - target_nv.to(largest_n1.dtype)
+    if scale is not None:
+        grad_nv = grad_nv * scale
     return grad_nv.to(scores_nv.dtype)
 
 

@@ -20,6 +20,7 @@ from plait.parallel.watched import WATCH
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.experts.loads import ExpertLoads, largest_load
 from plait.trainer.loss import IN_PLACE, sum_of_losses
+from plait.trainer.loss_scale import DeviceLossScale
 from plait.trainer.optimizer.fused import RunOptimizer
 from plait.trainer.optimizer.optim import owned_squares, update
 from plait.trainer.score_passes import IGNORED, ScorePasses
@@ -58,6 +59,8 @@ class Scalars:
     pairs: Tensor = field(default_factory=lambda: torch.full((3,), float("nan")))
     """[sum of margins, pairs ranked right, tokens of answers] over all ranks; not numbers where no pairs are learnt
     from, whose number is in `totals` in place of tokens."""
+    scale: Tensor = field(default_factory=lambda: torch.full((2,), float("nan")))
+    """[scale of the losses' gradients, updates skipped since the run began]; not numbers but in float16."""
 
     @property
     def expert_load_max(self) -> Tensor:
@@ -80,11 +83,13 @@ def take_step(
     clip: float | None,
     loads: ExpertLoads | None = None,
     auxiliary: AuxiliaryLosses | None = None,
+    scale: DeviceLossScale | None = None,
 ) -> Scalars:
     """One update from one step's micro-batches; every rank must call it. Never waits for the device.
 
     See Note [loss is a sum] in loss.py: the one division by the global number of tokens is here. An update whose
-    gradient is not finite is skipped on all ranks, so that it cannot reach the weights.
+    gradient is not finite is skipped on all ranks, so that it cannot reach the weights. Gradients that `scale` has
+    multiplied are divided by it here; `norm` and clipping are those of the gradients themselves.
     """
     totals = run_micros(micros)
     local, of_pairs = totals[:2], totals[2:]
@@ -95,10 +100,14 @@ def take_step(
     loss_sum, tokens, squares = found[:3].unbind()
     count = tokens.clamp(min=1)
     norm = squares.sqrt() / count
+    if scale is not None:
+        norm, count = norm / scale.factor, count * scale.factor
     with WATCH.work("update"):
         update(optimizer, sharded.units, factor=clip_factor(norm, clip) / count, norm=norm)
         sharded.gradients.publish()
     scalars = Scalars(totals=torch.stack([loss_sum, tokens]), norm=norm)
+    if scale is not None:
+        scalars = replace(scalars, scale=scale.judge(norm))
     if len(of_pairs):
         scalars = replace(scalars, pairs=of_pairs)
     if auxiliary is not None:
@@ -177,14 +186,20 @@ def make_forward(autocast: Autocast, auxiliary: AuxiliaryLosses | None = None) -
     return forward
 
 
-def make_loss(autocast: Autocast, vocabulary: VocabularySplit, passes: ScorePasses = IN_PLACE) -> LossOf:
+def make_loss(
+    autocast: Autocast,
+    vocabulary: VocabularySplit,
+    passes: ScorePasses = IN_PLACE,
+    scale: DeviceLossScale | None = None,
+) -> LossOf:
     """A function that returns the sum of a micro-batch's token losses from the hidden states after the final norm;
-    `passes` are how it goes over the logits."""
+    `passes` are how it goes over the logits, `scale` is what its gradients are multiplied by."""
 
     def loss_of(hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
         with autocast():
             every_nd = vocabulary.enter(hidden_nd, micro.targets.numel())
-            return sum_of_losses(every_nd, chunk.head_weight(), micro.targets.flatten(), vocabulary, passes)
+            factor = None if scale is None else scale.factor
+            return sum_of_losses(every_nd, chunk.head_weight(), micro.targets.flatten(), vocabulary, passes, factor)
 
     return loss_of
 

@@ -65,9 +65,10 @@ INNER_FLOORS = {
                 "derive": 3, "memory": 3, "heterogeneous": 4, "search": 5, "rebalancing": 5, "explain": 6,
                 "resolve": 7, "bottleneck": 7, "report": 8, "pools": 9},
     "trainer": {"choices": 6, "samples": 6, "first_weights": 1, "state": 0, "optimizer": 0, "score_passes": 0,
-                "experts": 0, "loss": 1, "divergence": 0, "step": 3, "step_graph": 4, "assemble": 5, "rank_sinks": 5,
-                "checkpointing": 6, "pair_reference": 6, "loop": 7, "balance": 7, "auxiliary": 2, "preference": 2,
-                "recording": 8, "actions": 9, "observers": 8, "worker": 10, "time_steps": 11, "record_steps": 11},
+                "loss_scale": 0, "experts": 1, "loss": 1, "divergence": 0, "step": 3, "step_graph": 4, "assemble": 5,
+                "rank_sinks": 5, "checkpointing": 6, "pair_reference": 6, "loop": 7, "balance": 7, "auxiliary": 2,
+                "preference": 2, "recording": 8, "actions": 9, "observers": 8, "worker": 10, "time_steps": 11,
+                "record_steps": 11},
 }  # fmt: skip
 SCHEMA_READERS = ("recipe.", "planner.", "trainer.assemble", "probing.steps", "probing.processor_arithmetic",
                   "probing.survey", "run_folder", "hosts.", "commands.", "clusters.", "api", "cli")  # fmt: skip

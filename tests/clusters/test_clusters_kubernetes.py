@@ -31,6 +31,7 @@ printf '%s\n' "$*" >>"$here/calls"
 case "$*" in
   "get pods"*) cat "$here/pods.json";;
   "get workloads"*|"get events"*) cat "$here/$2.json" 2>/dev/null || { echo "no such kind: $2" >&2; exit 1; };;
+  "get "*" json "*) cat "$here/job.json" 2>/dev/null;;
   "get "*) [ ! -e "$here/is-there" ] || echo "$2/$3"
     [ ! -e "$here/no-crd" ] || { echo "error: the server doesn't have a resource type \"$2\"" >&2; exit 1; };;
   apply*) cat >>"$here/applied";;
@@ -220,6 +221,15 @@ def test_files_come_from_the_first_pod_or_once_it_ended_from_the_volume(
         reader["spec"]["securityContext"]["runAsNonRoot"]
         and reader["metadata"]["labels"]["app.kubernetes.io/name"] != "plait"
     ), "it is none of the run's pods"
+
+
+def test_the_secret_is_deleted_with_the_job_where_that_is_allowed(kubernetes: KubernetesInAFolder) -> None:
+    about = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "play", "uid": "1-2"}}
+    (kubernetes.folder / "job.json").write_text(json.dumps(about))
+    send()
+    [patch] = [line for line in kubernetes.calls().splitlines() if line.startswith("patch secret play-join ")]
+    owner = {"apiVersion": about["apiVersion"], "kind": "JobSet", "name": "play", "uid": "1-2"}
+    assert json.dumps({"metadata": {"ownerReferences": [owner]}}) in patch
 
 
 def test_a_pod_that_cannot_read_the_volume_is_taken_away_and_said(kubernetes: KubernetesInAFolder) -> None:

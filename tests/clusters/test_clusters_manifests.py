@@ -11,8 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from plait.clusters.job import ClusterJob, NodeGroup
-from plait.clusters.kubernetes import USER_ID, container_command, manifests, manifests_text, yaml_text
+from plait.clusters.kubernetes import (
+    USER_ID,
+    Extras,
+    container_command,
+    gpu_products,
+    manifests,
+    manifests_text,
+    parse_patch,
+    yaml_text,
+)
 from plait.clusters.request import JobKind
+from plait.errors import PlaitError
 from tests.clusters.strict import VERSIONS, complaints, documents, pod_specs
 
 ROOT = Path(__file__).parents[2]
@@ -92,3 +102,61 @@ def test_layers_that_reach_over_machines_keep_all_pods_in_one_zone() -> None:
     [pod] = pod_specs(start.value)
     assert list(pod["affinity"]["podAffinity"]) == ["requiredDuringSchedulingIgnoredDuringExecution"]
     assert any("16 devices split each layer" in comment for comment in start.comments)
+
+
+PATCH = """
+Pod:
+  metadata:
+    annotations: {kueue.x-k8s.io/podset-required-topology: cloud.example/rack}
+  spec:
+    priorityClassName: research
+    serviceAccountName: trainer
+    imagePullSecrets: [{name: registry}]
+    tolerations: [{key: team, operator: Exists}]
+    containers:
+    - name: node
+      resources: {requests: {ephemeral-storage: 20Gi}, limits: {ephemeral-storage: 20Gi}}
+KIND:
+  metadata: {labels: {kueue.x-k8s.io/priority-class: high}}
+"""
+
+
+@pytest.mark.parametrize(("kind", "name"), [("jobset", "JobSet"), ("trainjob", "TrainJob"), ("job", "Job")])
+def test_a_patch_is_merged_and_keeps_the_rest(kind: JobKind, name: str) -> None:
+    """Each result passes the strict schemas."""
+    job = ClusterJob(name="one", run="one", target=("a.toml",), groups=(NodeGroup(nodes=2, gpus=8),))
+    extras = Extras(products=("NVIDIA-H100-80GB-HBM3",), patch=parse_patch(PATCH.replace("KIND", name), "patch.yaml"))
+    made = [one.value for one in manifests(job, {"image": "plait:1"}, kind, {"a.toml": "[data]\n"}, extras)]
+    assert [bad for value in made for version in VERSIONS for bad in complaints(value, version)] == []
+    [pod] = [spec for value in made for spec in pod_specs(value)]
+    [container] = pod["containers"]
+    assert container["resources"]["limits"] == container["resources"]["requests"], "Guaranteed"
+    assert container["resources"]["limits"]["ephemeral-storage"] == "20Gi" and container["image"] == "plait:1"
+    assert [one.get("key") for one in pod["tolerations"]] == ["nvidia.com/gpu", "team"]
+    assert pod["priorityClassName"] == "research" and pod["imagePullSecrets"] == [{"name": "registry"}]
+    places = pod["affinity"]
+    [term] = places["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["values"] == ["NVIDIA-H100-80GB-HBM3"]
+    [apart] = places["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert apart["topologyKey"] == "kubernetes.io/hostname"
+    assert made[-1]["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "high"
+    assert made[-1]["metadata"]["labels"]["app.kubernetes.io/instance"] == "one"
+    [policy] = [value for value in made if value["kind"] == "NetworkPolicy"]
+    assert all("to" in rule for rule in policy["spec"]["egress"]), "names from the cluster's resolver alone"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("Deployment: {}", "has no Deployment; patch ConfigMap"), ("- a", "is not a patch"), ("a: [", "is not YAML")],
+)
+def test_a_patch_that_is_none_is_refused(text: str, says: str) -> None:
+    job = ClusterJob(name="one", run="one", target=("a.toml",), groups=(NodeGroup(nodes=1, gpus=1),))
+    with pytest.raises(PlaitError, match=says):
+        manifests(job, {"image": "a:1"}, "job", {}, Extras(patch=parse_patch(text, "patch.yaml")))
+
+
+def test_pods_go_to_machines_whose_label_is_of_the_plans_gpus() -> None:
+    labels = ["NVIDIA-H100-80GB-HBM3", "NVIDIA-A100-SXM4-80GB", "", "NVIDIA-H100-80GB-HBM3"]
+    nodes = {"items": [{"metadata": {"labels": {"nvidia.com/gpu.product": text}}} for text in labels]}
+    assert gpu_products(nodes, "H100 SXM") == ("NVIDIA-H100-80GB-HBM3",)
+    assert gpu_products(nodes, "H200 SXM") == ()

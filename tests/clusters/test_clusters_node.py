@@ -207,13 +207,34 @@ def test_a_job_that_lost_its_node_0_is_queued_again_by_another(
     assert ("requeue 17" in (calls.read_text() if calls.exists() else "")) == requeued
 
 
+@pytest.mark.parametrize(("job", "limit"), [("17", "LISTENS_AT_LATEST_S"), (None, "JOIN_AT_LATEST_S")])
 def test_a_file_that_a_killed_node_0_left_is_not_waited_on_for_ever(
-    tmp_path: Path, target: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    job: str | None, limit: str, tmp_path: Path, target: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node, "LISTENS_AT_LATEST_S", 1.0)
+    """Below Slurm node 0 makes the file just before it listens; elsewhere the file may have come with the job."""
+    monkeypatch.setattr(node, limit, 1.0)
+    if job is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
     file = tmp_path / "secret"
     file.write_text(f"{new_secret().text}\n")
     file.chmod(0o600)
     place = NodePlace(nodes=2, rank=1, leader="127.0.0.1", port=free_ports(1)[0], secret_file=file)
     with pytest.raises(RunFailed, match="did not listen at port"):
         work_on_node(target, place, SilentScreen())
+
+
+def test_a_secret_that_came_with_the_job_is_used_and_stays(tmp_path: Path, target: tuple[str, ...]) -> None:
+    """As one that Kubernetes mounts; node 0 removes only what it made itself."""
+    file = tmp_path / "secret"
+    file.write_text(f"{new_secret().text}\n")
+    file.chmod(0o600)
+    place = NodePlace(nodes=2, rank=0, leader="127.0.0.1", port=free_ports(1)[0], secret_file=file)
+    with pytest.raises(PlaitError, match=r"a\.txt"):
+        work_on_node(target, place, SilentScreen())
+    assert file.exists()
+
+
+def test_node_0_without_a_secret_says_how_to_give_one(target: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PLAIT_SECRET", raising=False)
+    with pytest.raises(PlaitError, match=r"no secret by which they know each other; name a file .* --secret-file"):
+        work_on_node(target, NodePlace(nodes=2, rank=0, leader="127.0.0.1"), SilentScreen())

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from plait.clusters.job import ClusterJob, NodeGroup
-from plait.clusters.slurm import sbatch_script
+from plait.clusters.slurm import parse_own_lines, sbatch_script
+from plait.errors import PlaitError
 
 SRUN = '#!/bin/sh\necho "$*" >>srun.calls\ncase "$*" in *true) exit;; esac\n{deed}\nexit {code}\n'
 AGAIN = "touch .plait/web-17-1.again"
@@ -69,3 +70,51 @@ def test_an_agent_that_ends_early_ends_no_other(tmp_path: Path) -> None:
     end_of(tmp_path, 2, code=0)
     started = (tmp_path / "srun.calls").read_text().splitlines()[-1]
     assert "--wait=0" in started and "--kill-on-bad-exit=0" in started
+
+
+OWN = """#!/bin/bash
+#SBATCH --mail-type=END
+#SBATCH -w n[1-4]
+#SBATCH --gres=gpu:h100:8
+#SBATCH --array=0-3
+# a note
+module load cuda/12.8
+export PLAIT_LEADER=$(hostname -s)-ib
+"""
+
+
+def test_own_lines_pass_through_and_stand_for_plaits_own() -> None:
+    """Typed GPUs, mail, a list of nodes, an array, modules, another network."""
+    groups = (NodeGroup(nodes=2, gpus=8),)
+    job = ClusterJob(name="web", run="web", target=("a.toml", "run.name=web"), groups=groups)
+    lines = sbatch_script(job, {"python": "python3"}, parse_own_lines(OWN, "own.sh")).splitlines()
+    assert {"#SBATCH --mail-type=END", "#SBATCH -w n[1-4]", "#SBATCH --gres=gpu:h100:8"} <= set(lines)
+    assert not any("--gpus-per-node" in line for line in lines) and "#SBATCH --nodes=2" in lines
+    # Before set -u, which modules' functions do not stand, and before node 0 is looked up.
+    assert lines.index("module load cuda/12.8") < lines.index("set -u")
+    assert any(line.startswith("PLAIT_LEADER=${PLAIT_LEADER:-") for line in lines)
+    # Only these lines may name node 0: the submitting shell, whose variables sbatch hands on, may be of another job.
+    assert lines.index("unset PLAIT_LEADER PLAIT_NODE_RANK") < lines.index("module load cuda/12.8")
+    [start] = [line for line in lines if " node --nodes 2 " in line]
+    assert start.endswith('"run.name=web-$SLURM_ARRAY_TASK_ID" "run.seed=$SLURM_ARRAY_TASK_ID"')
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("#SBATCH --nodes=9", "own.sh:1: plait submit sets --nodes itself; take the line out and use --nodes"),
+        ("#SBATCH -t 5", "sets --time itself"),
+        ("#SBATCH --output=x", "sets --output itself; take the line out$"),
+        ("#SBATCH", "names no option of sbatch"),
+    ],
+)
+def test_own_lines_may_not_change_what_plait_counts_on(line: str, says: str) -> None:
+    with pytest.raises(PlaitError, match=says):
+        parse_own_lines(f"{line}\n", "own.sh")
+
+
+def test_an_agent_is_bound_to_the_cores_that_were_asked_for_and_to_none_of_a_whole_node() -> None:
+    job = ClusterJob(name="web", run="web", target=("a.toml",), groups=(NodeGroup(nodes=2, gpus=0),))
+    whole, part = (sbatch_script(job, {"python": "python3", **cpus}) for cpus in ({}, {"cpus": "16"}))
+    assert "--cpu-bind=none" in whole and "--exclusive" in whole
+    assert "--cpu-bind" not in part and "--cpus-per-task=16" in part.partition("srun --kill")[2]

@@ -469,3 +469,16 @@ def test_what_cannot_be_sent_is_one_sentence(request_: SubmitRequest, says: str,
     with pytest.raises(PlaitError, match=says):
         send(request_)
     assert not (Path(".plait") / "submitted").exists() and os.environ["PATH"].startswith(str(tools.folder))
+
+
+def test_a_job_without_a_run_here_is_no_error(tools: Tools, tmp_path: Path) -> None:
+    """plait status of one that waits, or that failed before it began: its scheduler's word, and where to look."""
+    tools.add("sbatch", "17\n")
+    tools.add("squeue", "PENDING|Priority\n")
+    send(REQUEST)
+    shown = CliRunner().invoke(app, ["status", "play"])
+    assert shown.exit_code == 0, shown
+    assert shown.stdout.splitlines() == [
+        "job      play on slurm: job 17, PENDING (others are before it)",
+        "status   it has not begun to train; plait logs play says how far it is, or why it ended",
+    ]

@@ -98,7 +98,7 @@ def _tables(value: object, key: str = "") -> list[dict[str, object]]:
 @pytest.mark.parametrize("name", KUBERNETES)
 def test_a_manifest_asks_for_the_devices_of_its_plan_and_holds_no_secret(name: str, made: MakeText) -> None:
     case, (outgoing, _) = CASES[name], made(name)
-    assert "kind: Secret" not in outgoing.text and "PLAIT_SECRET\n" in outgoing.text
+    assert "kind: Secret" not in outgoing.text and "PLAIT_SECRET_FILE\n" in outgoing.text
     [start] = [value for value in documents(outgoing.text) if value["kind"] in ("JobSet", "TrainJob", "Job")]
     spec = start["spec"]
     inner = spec["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in spec else spec

@@ -95,6 +95,7 @@ OTHER_VALUES = {
     "train.stage_transfer": "bf16",
     "balance.every": "10 steps",
     "layout.shares": "[14, 10]",
+    "layout.devices": "all",
     "optimizer.kind": "sgd",
     "optimizer.lr": "0.0123",
     "optimizer.adamw_lr": "0.0077",

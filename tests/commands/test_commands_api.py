@@ -118,6 +118,22 @@ def test_a_plan_shows_itself_in_a_notebook_and_on_a_page(tmp_path: Path) -> None
     assert plan.to_html(tmp_path / "plan.html").read_text().startswith("<!doctype html>")
 
 
+def test_a_plan_for_a_pool_has_its_choices(tmp_path: Path) -> None:
+    recipe = {"data": {"files": "play.txt"}, "model": {"size": "125M"}, "train": {"budget": "1B tokens"}}
+    overrides = {"plan.objective": "fastest"}
+    plan = plait.plan(recipe, overrides, pool="4xA100-40GB+2xT4", folder=tmp_path)
+    assert plan.recommended is not None and plan.recommended in plan.choices
+    assert plan.recommended["step_s"] == plan.step_s and plan.values["objective"] == "fastest"
+    assert str(plan).startswith("pool     4xA100-40GB+2xT4: 6 devices\ntake     ")
+    assert "take     " in plan._repr_html_() and "<script" not in plan._repr_html_()
+    assert "Which machines of 4xA100-40GB+2xT4" in plan.to_html(tmp_path / "pool.html").read_text()
+    file = tmp_path / "pool.toml"
+    file.write_text('[[device]]\nname = "A100-40GB"\ncount = 4\n[[device]]\nname = "T4"\ncount = 2\n')
+    named = plait.plan(recipe, overrides, pool=file, folder=tmp_path)
+    assert named.recommended is not None and named.recommended["devices"] == plan.recommended["devices"]
+    assert plait.plan(RECIPE, cluster="2xH100").choices == () and plait.plan(RECIPE, cluster="2xH100").machines == ""
+
+
 def test_every_value_shows_itself(place: Path) -> None:
     run = plait.Run("play", folder="work")
     end = str(run).splitlines()
@@ -264,6 +280,12 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.load_recipe({**RECIPE, "model": {"layers": object()}}), r"model.layers is not usable"),
     (lambda: plait.plan(RECIPE, cluster=8), r"cluster = 8 is not usable"),  # type: ignore[arg-type]
     (lambda: plait.plan(RECIPE, cluster="8xH1000"), r"H1000"),
+    (lambda: plait.plan(RECIPE, cluster="8xH100", pool="8xH100"), r"pool= and cluster= both name machines"),
+    (lambda: plait.plan(RECIPE, pool=8), r"pool = 8 is not usable; give a path"),  # type: ignore[arg-type]
+    (lambda: plait.plan(RECIPE, pool="none.toml"), r"cannot read the pool none.toml"),
+    (lambda: plait.plan(RECIPE, pool="4xT4", availability="seed:1"), r"availability= is about spot machines"),
+    (lambda: plait.plan(RECIPE, availability="seed:1"), r"name one with pool="),
+    (lambda: plait.plan(RECIPE, pool="4xT4", objective="fastest"), r"takes no objective"),  # type: ignore[call-arg]
     (lambda: plait.plan(RECIPE, cluster="2xH100", folder="nowhere"), r'folder = "nowhere" is no folder'),
     (lambda: plait.train(RECIPE, hosts="2"), r"hosts = '2' is not usable; give a whole number"),  # type: ignore[arg-type]
     (lambda: plait.train(RECIPE, hosts=0), r"hosts = 0 is too small"),

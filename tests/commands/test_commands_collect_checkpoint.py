@@ -13,7 +13,7 @@ import pytest
 from plait.checkpoint.store import newest_good
 from plait.errors import PlaitError, RunFailed
 from plait.hosts.checkpoints import UNFINISHED_CHECKPOINTS, CheckpointCollector
-from plait.hosts.copies import READ_OUTBOX
+from plait.hosts.copies import READ_KEPT
 from plait.hosts.files import READ_FILE, read_block
 from plait.hosts.protocol import ReadReply, Reply, RequestKind
 from plait.launch.local.run import ForkServer
@@ -199,7 +199,7 @@ class FullHost:
         self.part = part
 
     def ask(self, request: RequestKind[Any, Any], question: Any, blob: bytes = b"") -> Reply[Any]:
-        assert request is READ_OUTBOX and (question.local_rank, question.step) == (0, 1)
+        assert request is READ_KEPT and (question.local_rank, question.step) == (0, 1)
         data = self.part["rank-00001.safetensors" if question.what == "tensors" else "rank-00001.json"]
         return Reply(values=ReadReply(size=len(data)), blob=data[question.offset :][:1000])
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from plait.commands.drilling.drill import facts_of_recipe
 from plait.commands.drilling.faults import (
     DRAWN_KINDS,
     SAVE_PHASES,
@@ -40,6 +41,7 @@ from plait.commands.drilling.report import DrillReport, FaultOutcome, InjectedFa
 from plait.commands.drilling.running_ranks import RanksOnHost, RunningRanks
 from plait.errors import PlaitError
 from plait.launch.watching.board import ProgressBoard, SlotWriter
+from plait.recipe.load import load_recipe
 from plait.report.incidents import BackAtWork, Incident
 
 PLAN = DrilledPlan(ranks=3, steps=60, save_every=10)
@@ -118,6 +120,30 @@ def test_without_saves_no_checkpoint_is_damaged_and_no_disk_fills() -> None:
 def test_what_the_run_cannot_have_is_refused(faults: list[Fault], sentence: str) -> None:
     with pytest.raises(PlaitError, match=sentence):
         require_possible(faults, PLAN)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "sentence"),
+    [
+        ('[train]\nbudget = "60 steps"', Fault(kind="kill", step=60), "the run has 60 steps"),
+        ("[layout]\nreplicate = 2", Fault(kind="kill", rank=2, step=5), "the run has ranks 0 to 1"),
+        ('[checkpoint]\nevery = "never"', Fault(kind="corrupt", step=5), "saves at its end alone"),
+        (
+            '[train]\nbudget = "60 steps"\n[checkpoint]\nevery = "20 steps"',
+            Fault(kind="fill-disk", step=30),
+            "two saves",
+        ),
+    ],
+)
+def test_what_the_recipe_itself_rules_out_is_refused_before_anything_is_trained(
+    text: str, fault: Fault, sentence: str, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "a.toml"
+    recipe.write_text(f'[data]\nfiles = "a.txt"\n{text}\n')
+    with pytest.raises(PlaitError, match=sentence):
+        require_possible([fault], facts_of_recipe(load_recipe(recipe, ()), 0))
+    recipe.write_text('[data]\nfiles = "a.txt"\n')
+    require_possible([replace(fault, rank=0)], facts_of_recipe(load_recipe(recipe, ()), 0))
 
 
 def test_a_run_that_saves_at_its_end_alone_has_no_save_that_fails() -> None:

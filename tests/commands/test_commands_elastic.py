@@ -14,6 +14,7 @@ import pytest
 
 from plait.commands.monitoring.training import TrainingEnd, run_training
 from plait.launch.local.run import ForkServer
+from plait.launch.values.copies import CopiesByStep
 from plait.launch.values.failure import FailureFacts
 from plait.launch.values.job import Job, JobResult, Message
 from plait.layout import Layout
@@ -23,6 +24,7 @@ from plait.report.metrics import read_metrics
 from plait.run_files.account import LedgerLine, ledger_of
 from plait.run_folder import RunFolder
 from plait.screen.screen import SilentScreen
+from plait.units import NEVER, Every
 from plait.workers import ENTRIES, ForkedWorkers, OnMessage, Renewed
 from plait.working_folder import WorkingFolder
 from tests.trainer.tiny import make_tiny
@@ -62,6 +64,9 @@ class Changing:
     def copied_steps(self, lineage: int) -> Sequence[int]:
         return self._forked.copied_steps(lineage)
 
+    def copies(self, lineage: int) -> CopiesByStep:
+        return self._forked.copies(lineage)
+
     def renewed(self, plan: Plan, failure: FailureFacts | None) -> Renewed | None:
         if self._next is None:
             return None
@@ -88,11 +93,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 
 def trained(
-    server: ForkServer, folder: Path, workers: int, changes: Mapping[int, tuple[How, int]]
+    server: ForkServer,
+    folder: Path,
+    workers: int,
+    changes: Mapping[int, tuple[How, int]],
+    *,
+    save_every: str = "4 steps",
+    copy_every: Every = NEVER,
 ) -> tuple[TrainingEnd, RunFolder, list[str]]:
     folder.mkdir()
-    asked = ("checkpoint.every=4 steps", f"train.budget={STEPS} steps", "report.evaluate=never")
+    asked = (f"checkpoint.every={save_every}", f"train.budget={STEPS} steps", "report.evaluate=never")
     config, plan = make_tiny(folder, *asked, layout=Layout(replicate=workers), deterministic=True)
+    plan = replace(plan, cadence=replace(plan.cadence, copy_every=copy_every))
     for name in ("recipe.toml", "plan.json"):
         (folder / name).unlink()
     screen, run = Said(), RunFolder(folder)
@@ -103,6 +115,21 @@ def trained(
 
 def without_generations(run: RunFolder) -> list[LedgerLine]:
     return [replace(line, generation=0) for line in ledger_of(run)]
+
+
+def test_a_lost_place_costs_a_step_where_copies_in_memory_hold_the_state(server: ForkServer, tmp_path: Path) -> None:
+    """They are of the layout before, so that they become a checkpoint, which any layout reads."""
+    changes: dict[int, tuple[How, int]] = {9: ("lost", 1)}
+    copied = Every(1, "steps")
+    end, run, said = trained(server, tmp_path / "run", 2, changes, save_every="100 steps", copy_every=copied)
+    assert end.stopped_by == "finished"
+    [first, again] = read_starts(run.starts)
+    (incident,), _ = read_incidents(run.incidents)
+    assert first.steps_done == 0 and again.steps_done >= 8, "the step at hand alone is done again"
+    [resumed] = [line for line in said if line.startswith("resume   ")]
+    assert resumed.startswith(f"resume   from step-{again.steps_done} of {STEPS}")
+    assert incident.from_copies and incident.steps_lost <= 1
+    assert len(ledger_of(run)) == STEPS and len(read_metrics(run.metrics)[0]) == STEPS
 
 
 @pytest.mark.slow

@@ -7,8 +7,11 @@ from contextlib import closing, contextmanager, nullcontext
 
 import pytest
 
-from plait.commands.join import MEASURING, TRAINING, WAITING, WaitingLine, error_to_show
+from plait.commands import join as joining
+from plait.commands.join import MEASURING, TRAINING, WAITING, WaitingLine, error_to_show, stay_joined
 from plait.errors import PlaitError, RunFailed
+from plait.hosts.handshake import new_secret
+from plait.hosts.member import LeaderNotReached
 from plait.launch.values.job import Job
 from plait.screen.screen import ShowProgress, SilentScreen
 from plait.workers import PROBE_ENTRY, TRAINING_ENTRY
@@ -51,3 +54,55 @@ def test_a_joined_host_says_what_it_waits_for_and_a_log_nothing_while_the_run_tr
             with line.while_running(lambda job: nullcontext(), job):
                 pass
     assert screen.stages == ["looking for host 0", MEASURING, WAITING, meanwhile, WAITING, "gone"]
+
+
+def test_a_host_that_stays_joins_again_until_the_run_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host 0 comes late, is lost, stops; a sentence is said once."""
+    ends: list[str | PlaitError] = [
+        LeaderNotReached("no run there"), LeaderNotReached("no run there"),
+        RunFailed("host 0 was lost: gone; start it"), "SIGTERM", "finished",
+    ]  # fmt: skip
+    monkeypatch.setenv("PLAIT_SECRET", new_secret().text)
+    used: list[object] = []
+
+    def once(at: str, address: str, port: int, secret: object, *rest: object) -> str:
+        used.append(secret)
+        if isinstance(end := ends.pop(0), PlaitError):
+            raise end
+        return end
+
+    monkeypatch.setattr(joining, "_join_once", once)
+    screen, waited = Lines(), list[float]()
+    assert stay_joined("a:1", secret_file=None, screen=screen, wait=waited.append) == "finished"
+    assert not ends and len(waited) == 4 and len(set(map(id, used))) == 1
+    assert screen.lines == [
+        "waits    for a run at a:1; Ctrl-C leaves",
+        "waits    host 0 was lost: gone; this host joins again by itself, Ctrl-C leaves",
+        "waits    until the run goes on at a:1; Ctrl-C leaves",
+    ]
+
+
+def test_a_host_that_stays_says_what_it_must_fix_and_leaves_by_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str | PlaitError] = [OWN, "left by SIGINT"]
+
+    def once(*all_of_it: object) -> str:
+        if isinstance(end := ends.pop(0), PlaitError):
+            raise end
+        return end
+
+    monkeypatch.setattr(joining, "_join_once", once)
+    monkeypatch.setenv("PLAIT_SECRET", new_secret().text)
+    with pytest.raises(PlaitError, match="fix that, then join again"):
+        stay_joined("a:1", secret_file=None, screen=Lines())
+    monkeypatch.setenv("PLAIT_SECRET", new_secret().text)
+    assert stay_joined("a:1", secret_file=None, screen=Lines()) == "SIGINT"
+
+
+class Lines(SilentScreen):
+    """Keeps what is printed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def print(self, text: str) -> None:
+        self.lines.append(text)

@@ -19,6 +19,7 @@ from plait.commands.preparing.corpus import data_request
 from plait.data.preparation.tokens import train_bpe
 from plait.data.samples.sizes import CorpusSizes
 from plait.data.shards import Corpus, open_corpus
+from plait.machines.cluster import read_cluster
 from plait.machines.pool import pool_of_short_form
 from plait.machines.requested_workers import chosen_gpus
 from plait.model.gpt import GPT
@@ -27,10 +28,12 @@ from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
 from plait.parallel.sharded_model import unsharded
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
+from plait.planner.derive.resources import on_paper
 from plait.planner.derive.training_job import compile_of
 from plait.planner.plan import Plan
 from plait.planner.pools.answer import aims_of
 from plait.planner.resolve.named import named_workers
+from plait.planner.resolve.request import request_of
 from plait.recipe.schema import RunConfig, SourceSection
 from plait.run_folder import run_folder
 from plait.tracking.trackers import tracking_tools_of
@@ -67,6 +70,12 @@ def plan_of(config: RunConfig) -> Plan:
 def gpu_kernels(config: RunConfig) -> bool:
     """Whether a GPU is held to deterministic kernels, whatever else the recipe says of layouts and workers."""
     return planned(RunConfig(data=config.data, train=config.train), FACTS, ONE_H100).arithmetic.deterministic
+
+
+def devices_used(config: RunConfig) -> list[str]:
+    """Whether a layout of two unlike machines must use both."""
+    request = request_of(config, facts_of(config), on_paper(read_cluster("1x4090+1x3080@1G")))
+    return [one.devices for one in request.options]
 
 
 def first_weights(config: RunConfig) -> list[float]:
@@ -112,6 +121,7 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "files and tools": lambda config: (files_of_rank_0(config), tracking_tools_of(config.report.to)),
     "when there are samples": lambda config: sample_every_steps(config.report.samples, 100),
     "the beginning of samples": beginning_of_samples,
+    "devices left out": devices_used,
     "the GPUs": lambda config: chosen_gpus(named_workers(config), present=8),
     "what a pool is for": lambda config: aims_of(config, pool_of_short_form("8xH100")),
     "what follows a failure": lambda config: [decision_after(config.recover, n, "may pass") for n in range(1, 7)],
@@ -124,6 +134,7 @@ def effect_of(what: str, config: RunConfig) -> object:
 
 
 ELSEWHERE = {
+    "layout.devices": "devices left out",
     "report.to": "files and tools",
     "report.samples": "when there are samples",
     "report.prompt": "the beginning of samples",

@@ -46,7 +46,7 @@ def container_of(text: str) -> Mapping[str, Any]:
     return pod["containers"][0]
 
 
-def environment_of(container: Mapping[str, Any], rank: int, secret: str, leader: str) -> dict[str, str]:
+def environment_of(container: Mapping[str, Any], rank: int, secret_file: Path, leader: str) -> dict[str, str]:
     """What kubelet makes of a container's variables; the name of node 0's pod stands for an address."""
     found = {}
     for variable in container["env"]:
@@ -54,9 +54,9 @@ def environment_of(container: Mapping[str, Any], rank: int, secret: str, leader:
         if "fieldRef" in source:
             assert source["fieldRef"]["fieldPath"] == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
             found[variable["name"]] = str(rank)
-        elif "secretKeyRef" in source:
-            assert source["secretKeyRef"] == {"name": "pods-join", "key": "secret"}
-            found[variable["name"]] = secret
+        elif variable["name"] == "PLAIT_SECRET_FILE":
+            assert variable["value"] == "/etc/plait-join/secret"
+            found[variable["name"]] = str(secret_file)
         else:
             found[variable["name"]] = variable["value"]
     assert found["PLAIT_LEADER"] in ("pods-node-0-0.pods", "pods-0.pods")
@@ -71,13 +71,16 @@ def test_the_manifests_own_command_and_environment_train(
     all kinds have the same container, so that one kind's processes stand for all."""
     volume, secret = Place(tmp_path / "work"), new_secret().text
     words = ("tiny.toml", "run.name=pods", *EVEN, "--on", "kubernetes", "--cluster", "2x(1xserver)", "--nodes", "2")
+    mounted = tmp_path / "secret"
+    mounted.write_text(f"{secret}\n")
+    mounted.chmod(0o600)
     found = []
     for kind in KINDS:
         shown = run_warm(volume, "submit", *words, "--kind", kind, "--with", "image=plait:cpu", "--dry-run")
         assert shown.code == 0 and secret not in shown.out, shown
         [inputs] = [value["data"] for value in documents(shown.out) if value["kind"] == "ConfigMap"]
         container = container_of(shown.out)
-        environments = [environment_of(container, rank, secret, LEADER) for rank in (1, 0)]
+        environments = [environment_of(container, rank, mounted, LEADER) for rank in (1, 0)]
         found.append((inputs, container["command"], container["workingDir"], environments))
     assert found[0] == found[1] == found[2]
     (tmp_path / "input").mkdir()
@@ -90,7 +93,7 @@ def test_the_manifests_own_command_and_environment_train(
     assert (leader.code, other.code) == (0, 0), (leader, other)
     assert volume.numbers("pods") == place.numbers(reference(2))
     assert volume.manifest("pods") == place.manifest(reference(2))
-    assert secret not in leader.out + other.out
+    assert secret not in leader.out + other.out and mounted.exists()
     assert not [path for path in volume.folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 

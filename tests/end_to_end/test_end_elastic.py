@@ -218,6 +218,27 @@ def _changes(one: Ended) -> list[str]:
     return [line for line in lines if " gone: " in line or " joined: " in line]
 
 
+def test_a_lost_host_costs_a_step_where_the_others_hold_the_whole_state(
+    apart: Hosts, fixed: Place, run_warm: RunWarm
+) -> None:
+    """No checkpoint is due before the end: what two of three copies have in memory becomes one."""
+    name, place = "copies", apart.lead_place
+    lead = apart.lead(name, 3, "checkpoint.every=1000 steps", "recover.state_every=1")
+    guests = [apart.join(1), apart.join(2)]
+    wait_for(lambda: steps_done(place, name) > 20, lead)
+    os.killpg(guests[1].pid, signal.SIGKILL)
+    first, other = ended(lead, PATIENCE_S), ended(guests[0], PATIENCE_S)
+    assert (first.code, other.code) == (0, 0), (first, other)
+    assert "nothing to do here: this host takes part again when the run goes on" in other.out
+    [incident] = [
+        json.loads(line)
+        for line in (place.path(name) / "incidents.jsonl").read_text().splitlines()
+        if "back_after_s" not in line
+    ]
+    assert incident["cause"] == "host lost" and incident["from_copies"] and incident["steps_lost"] <= 1, incident
+    assert_like_the_fixed_run(place, name, fixed, run_warm)
+
+
 def test_a_recipe_that_cannot_fit_on_what_is_left_stops_saved_and_says_what_is_missing(apart: Hosts) -> None:
     name, place = "named", apart.lead_place
     lead, guests = apart.lead(name, 2, "layout.replicate=2"), [apart.join(1)]

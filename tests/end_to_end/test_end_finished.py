@@ -30,7 +30,7 @@ RECEIPT = {
     "energy_wh", "sha256", "one_device_step_s", "speedup_vs_one", "efficiency", "one_device_from", "predicted_items",
     "measured_items", "predicted_rss_bytes", "rss_error", "taught_by_runs", "timed_step_s", "untimed_step_s",
     "matmul_backend", "matmul_flops", "matmul_error", "choices_accuracy", "choices_accuracy_per_byte", "pair_accuracy",
-    "incidents", "useful_share", "samples_skipped", "copy_every_steps", "copy_share",
+    "incidents", "useful_share", "samples_skipped", "updates_skipped", "loss_scale", "copy_every_steps", "copy_share",
     "lost_by_cause", "optimizer", "bottleneck",
 }  # fmt: skip
 STEP_LINE = {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait_s"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError
-from plait.hosts.handshake import SECRET_VARIABLE, new_secret, parse_secret, read_secret
+from plait.hosts.handshake import SECRET_VARIABLE, is_private, new_secret, parse_secret, read_secret
 from plait.launch.network import interface_of, local_addresses
 
 
@@ -54,6 +54,24 @@ def test_it_comes_from_a_file_that_nobody_else_can_read(tmp_path: Path):
         read_secret(str(file))
     with pytest.raises(PlaitError, match=r"none cannot be read \(No such file or directory\)"):
         read_secret(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "private"),
+    [
+        (1000, 1000, 0o600, True),
+        (1000, 1000, 0o640, False),
+        (1001, 1000, 0o600, False),
+        (0, 1000, 0o440, True),
+        (0, 1000, 0o460, False),
+        (0, 1000, 0o444, False),
+        (0, 100, 0o440, False),
+    ],
+)
+def test_a_file_of_root_may_be_for_a_group_of_the_users(owner: int, group: int, mode: int, private: bool):
+    """As Kubernetes mounts a secret for a pod's group."""
+    about = os.stat_result((0o100000 | mode, 1, 1, 1, owner, group, 30, 0, 0, 0))
+    assert is_private(about, user=1000, groups=(1000, 4)) is private
 
 
 def test_it_comes_from_the_environment_and_is_not_passed_on(monkeypatch):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from plait.errors import PlaitError, RunFailed
 from plait.hosts.connection import Heartbeat, HostConnection
-from plait.hosts.copies import READ_OUTBOX, OutboxQuestion
+from plait.hosts.copies import READ_KEPT, KeptQuestion
 from plait.hosts.handshake import Refused, Secret, greet_joiner, greet_leader, new_secret
 from plait.hosts.joining import FailedAttempts, JoinListener, listener_at, refuse_host
 from plait.hosts.protocol import DONE, Nothing, ReadReply, Refusal, Reply, RequestKind
@@ -451,10 +451,10 @@ def test_a_silent_end_is_lost_and_so_is_what_was_asked(wires: tuple[Wire, Wire])
 
 def test_a_part_of_a_checkpoint_in_memory_comes_beside_its_reply(wires: tuple[Wire, Wire]):
     part = Reply(values=ReadReply(size=4), blob=b"part")
-    keeper = HostConnection(wires[1], handlers={READ_OUTBOX: lambda asked, blob: part}, heartbeat=HEARTBEAT)
+    keeper = HostConnection(wires[1], handlers={READ_KEPT: lambda asked, blob: part}, heartbeat=HEARTBEAT)
     link = HostConnection(wires[0], handlers={}, heartbeat=HEARTBEAT)
-    question = OutboxQuestion(local_rank=0, step=1, what="list", bytes=4)
-    assert link.ask(READ_OUTBOX, question, b"", host="it") == part
+    question = KeptQuestion(local_rank=0, step=1, what="list", bytes=4)
+    assert link.ask(READ_KEPT, question, b"", host="it") == part
     for each in (link, keeper):
         each.close()
 

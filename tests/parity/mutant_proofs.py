@@ -17,6 +17,7 @@ from typing import Any
 
 from plait.commands.verifying.gradient_check import CheckScope, check_gradients
 from plait.commands.verifying.small_model import requested_layout, requested_shares, shrunk_plan
+from plait.launch.values.copies import CopiesByStep
 from plait.launch.values.job import Job, JobResult, RankContext
 from plait.layout import Layout
 from plait.model.adapter_shape import AdapterShape, Quantization
@@ -59,6 +60,9 @@ class ForksOfThisProcess:
 
     def copied_steps(self, lineage: int) -> Sequence[int]:
         return ()
+
+    def copies(self, lineage: int) -> CopiesByStep:
+        return {}
 
     def _started(self, job: Job, rank: int, rendezvous: str) -> int:
         entry = ENTRIES.load(job.entry, job.needs)

@@ -67,6 +67,8 @@ def test_of_equal_devices_fewer_are_taken(tmp_path: Path) -> None:
 def test_what_somebody_started_or_named_is_not_left_out(tmp_path: Path) -> None:
     named = recipe(tmp_path, *SMALL, "layout.replicate=2")
     assert make_plan_report(named, on_paper(read_cluster("1x4090+1x3080@1G")), top=0).plan.world_size == 2
+    every = recipe(tmp_path, *SMALL, "layout.devices=all")
+    assert make_plan_report(every, on_paper(read_cluster("1x4090+1x3080@1G")), top=0).plan.world_size == 2
     started = Resources(
         machine=EIGHT_H100,
         peak_flops=PEAK_FLOPS[EIGHT_H100],

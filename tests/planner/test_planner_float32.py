@@ -67,14 +67,54 @@ def test_where_there_is_none_they_stay_in_float32(tmp_path: Path, cluster: str) 
     assert planned_on(tmp_path, cluster, "train.precision=float32").arithmetic.matmul_precision == "float32"
 
 
-def test_a_device_without_bf16_trains_in_float32_and_says_so(tmp_path: Path) -> None:
-    plan = planned_on(tmp_path, "8xV100-32GB")
+@pytest.mark.parametrize(("cluster", "gain"), [("8xV100-32GB", 8), ("8xT4", 8), ("2x2080Ti", 4)])
+def test_a_device_without_bf16_trains_in_float32_and_says_what_fp16_would_give(
+    tmp_path: Path, cluster: str, gain: int
+) -> None:
+    plan, half = planned_on(tmp_path, cluster), planned_on(tmp_path, cluster, "train.precision=fp16")
+    [device] = {island.device for island in read_cluster(cluster).islands}
     assert plan.arithmetic.precision == "float32"
-    assert any("V100 SXM2 32GB has no bf16 arithmetic" in reason for reason in plan.reasons)
-    assert plan.machines.peak_flops == 8 * 15.7e12
-    with pytest.raises(PlaitError, match=r'V100 SXM2 32GB has no bf16 arithmetic; write train.precision = "float32"'):
-        planned_on(tmp_path, "8xV100-32GB", "train.precision=bf16")
+    [reason] = [one for one in plan.reasons if one.startswith("precision float32: ")]
+    assert f'{device.name} has no bf16 arithmetic; train.precision = "fp16" has {gain} times the peak' in reason
+    assert plan.machines.peak_flops == pytest.approx(plan.world_size * device.flops("float32"))
+    assert half.arithmetic.precision == "fp16"
+    assert any(one.startswith("precision fp16 with ") and "not yet on a GPU" in one for one in half.reasons)
+    assert half.machines.peak_flops == pytest.approx(half.world_size * device.flops("fp16"))
+    assert plan.forecast is not None and half.forecast is not None
+    assert half.forecast.step_s < 0.6 * plan.forecast.step_s
+    message = rf'{device.name} has no bf16 arithmetic; write train.precision = "fp16" or "float32"'
+    with pytest.raises(PlaitError, match=message):
+        planned_on(tmp_path, cluster, "train.precision=bf16")
     assert planned_on(tmp_path, "8xA100").arithmetic.precision == "bf16"
+
+
+def test_muon_orthogonalizes_in_float32_beside_fp16_and_is_priced_so(tmp_path: Path) -> None:
+    asked = ("optimizer.kind=muon", "train.precision=fp16")
+    plan = planned_on(tmp_path, "8xV100-32GB", *asked)
+    assert (plan.arithmetic.precision, plan.arithmetic.orthogonalization_precision) == ("fp16", "float32")
+    resources = on_paper(read_cluster("8xV100-32GB"))
+    request = draft(recipe(tmp_path, *SMALL, *asked), WEB, resources, recipe_hash="").request
+    assert request.workload.orthogonalization is not None
+    assert request.workload.orthogonalization.speed == pytest.approx(15.7 / 125)
+
+
+def test_a_plan_of_unlike_devices_says_which_of_them_keeps_all_from_tf32(tmp_path: Path) -> None:
+    plan = planned_on(tmp_path, "8xA100+8xV100", "layout.replicate=16", "train.precision=float32")
+    assert plan.arithmetic.matmul_precision == "float32"
+    assert any("products in float32 on all devices: V100 SXM2 has no TF32, though A100" in one for one in plan.reasons)
+
+
+def test_before_tensor_cores_there_is_no_fp16_either(tmp_path: Path) -> None:
+    pascal = Machine(
+        device="cuda", name="NVIDIA GeForce GTX 1080", devices=1, cores=4, memory_bytes=8 * 10**9, versions=(),
+        without=("bf16", "fp16"),
+    )  # fmt: skip
+    resources = Resources(machine=pascal, peak_flops=9e12)
+    plan = draft(recipe(tmp_path, *SMALL), WEB, resources, recipe_hash="cafe").plan
+    assert plan.arithmetic.precision == "float32"
+    assert "precision float32: NVIDIA GeForce GTX 1080 has no bf16 arithmetic" in plan.reasons
+    with pytest.raises(PlaitError, match=r'GTX 1080 has no fp16 arithmetic; write train.precision = "float32"'):
+        draft(recipe(tmp_path, *SMALL, "train.precision=fp16"), WEB, resources, recipe_hash="cafe")
 
 
 @pytest.mark.parametrize(

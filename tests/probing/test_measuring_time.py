@@ -15,6 +15,7 @@ from plait.commands.planning.make_plan import make_plan
 from plait.data.preparation.synthetic import write_synthetic
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import OutOfTime
+from plait.launch.values.copies import CopiesByStep
 from plait.launch.values.job import Job, JobResult, Message
 from plait.machines.measured import Arithmetic
 from plait.planner.plan import Plan
@@ -62,6 +63,9 @@ class Machine:
 
     def copied_steps(self, lineage: int) -> tuple[()]:
         return ()
+
+    def copies(self, lineage: int) -> CopiesByStep:
+        return {}
 
 
 @pytest.fixture

@@ -24,13 +24,17 @@ from plait.launch.values.job import RankContext
 from plait.layout import Layout
 from plait.model.matmul import selected_matmul_library
 from plait.parallel.mesh import make_mesh, world_communicator
+from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import load_recipe
 from plait.report.memory import LiveTensorPeak
-from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.assemble import Assembly, assemble, make_runners
+from plait.trainer.auxiliary.losses import AuxiliaryLosses
 from plait.trainer.balance.meter import attach_meter, clock_of
 from plait.trainer.checkpointing.background import CheckpointSaver, SaveEnd, saver_of
-from plait.trainer.checkpointing.persist import restore, verify_together
+from plait.trainer.checkpointing.persist import held_state, restore, verify_together
+from plait.trainer.experts.loads import ExpertLoads
+from plait.trainer.loss_scale import DeviceLossScale
 from plait.trainer.samples import load_sampler
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
@@ -298,3 +302,70 @@ def sampled_losses(assembly: Assembly, steps: int, *, sampled: bool) -> dict[str
     assembly.loader.close()
     texts = [[one.prompt, one.text] for one in samples if one is not None]
     return {"losses": losses, "texts": texts, "random": torch.get_rng_state().tolist()}
+
+
+def take_scaled_steps(context: RankContext, argument: str) -> None:
+    """For each layout: whether steps in float64 whose gradients are scaled leave the bits of steps without a scale."""
+    asked = json.loads(argument)
+    folder, differ, tensors = Path(asked["folder"]), [], 0
+    config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
+    with process_group_for(context, plan):
+        for case in asked["cases"]:
+            here = _placed(plan, case)
+            mesh = make_mesh(here.placement.layout, here.machines.device)
+            plain, other = (assemble(config, here, sums=world_communicator(), mesh=mesh) for _ in range(2))
+            found = [state_after(one, asked["steps"]) for one in (plain, with_scale(other))]
+            differ.append([name for name, value in found[0].items() if not torch.equal(value, found[1][name])])
+            tensors = len(found[0])
+    context.send("compared", differ=differ, tensors=tensors)
+
+
+def with_scale(assembly: Assembly) -> Assembly:
+    """The same assembly with the scale of a float16 run, whatever it computes in."""
+    scale = DeviceLossScale(1000, assembly.device)
+    auxiliary = AuxiliaryLosses(assembly.model, assembly.plan.job.shape, nullcontext, scale=scale)
+    run_micros, _ = make_runners(assembly.model, nullcontext, auxiliary=auxiliary, scale=scale)
+    loads = ExpertLoads(assembly.model, assembly.plan.job.shape, scale)
+    return replace(assembly, run_micros=run_micros, auxiliary=auxiliary, loads=loads, scale=scale)
+
+
+def state_after(assembly: Assembly, steps: int) -> dict[str, Tensor]:
+    """What this rank holds after some steps, with each step's sums."""
+    state, found = TrainState(), {}
+    for step in range(steps):
+        state, scalars = assembly.step(state)
+        found |= {f"totals-{step}": scalars.totals.clone(), f"norm-{step}": scalars.norm.clone()}
+    assembly.model.settle()
+    assembly.loader.close()
+    return found | {f"{key}/{box.offset}": value.clone() for key, box, value in held_state(assembly)}
+
+
+def take_float16_steps(context: RankContext, argument: str) -> None:
+    """For each case: losses, scales and skipped updates of steps in float16 whose first scale is too large."""
+    asked = json.loads(argument)
+    folder, told = Path(asked["folder"]), []
+    config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
+    with process_group_for(context, plan):
+        for case in asked["cases"]:
+            here = _placed(plan, case)
+            mesh = make_mesh(here.placement.layout, here.machines.device)
+            assembly = assemble(config, here, sums=world_communicator(), mesh=mesh)
+            told.append(float16_steps(assembly, asked["first"], asked["steps"]))
+    context.send("told", cases=told)
+
+
+def float16_steps(assembly: Assembly, first: float, steps: int) -> dict[str, list[float]]:
+    """Each step's mean loss, scale, and the updates skipped so far, from this first scale on."""
+    assert assembly.scale is not None
+    assembly.scale.state[0] = first
+    state, rows = TrainState(), []
+    for _ in range(steps):
+        state, scalars = assembly.step(state)
+        rows.append([float(scalars.totals[0] / scalars.totals[1]), *scalars.scale.tolist()])
+    assembly.loader.close()
+    return dict(zip(("losses", "scales", "skipped"), map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _placed(plan: Plan, case: Asked) -> Plan:
+    layout = Layout(**case["layout"])
+    return replace(plan, placement=replace(plan.placement, layout=layout, shares=tuple(case.get("shares", ()))))

@@ -17,7 +17,8 @@ from plait.parallel.orthogonalize import COEFFICIENTS, orthogonalize
 from plait.parallel.sharded_model import OptimizerUnit, plain_unit, unsharded
 from plait.partition.boxes import whole_box
 from plait.planner.plan import OptimizerPlan
-from plait.trainer.optimizer.optim import make_optimizer, moment_names, update, updates_counted
+from plait.trainer.optimizer.moments import moment_names
+from plait.trainer.optimizer.optim import make_optimizer, update, updates_counted
 
 SHAPE = ModelShape(
     layers=2, width=16, heads=2, kv_heads=1, head_width=8, ffn=32, vocabulary=50, sequence=8,

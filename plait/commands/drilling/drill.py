@@ -13,7 +13,7 @@ from math import ceil
 from pathlib import Path
 
 from plait.checkpoint.store import published_checkpoints
-from plait.commands.drilling.faults import NO_FAULT, DrilledPlan, DrillRequest, FaultKind
+from plait.commands.drilling.faults import NO_FAULT, DrilledPlan, DrillRequest, FaultKind, require_possible
 from plait.commands.drilling.hosts import DrillHosts
 from plait.commands.drilling.injector import Injector
 from plait.commands.drilling.report import DrillReport, report_of
@@ -22,13 +22,15 @@ from plait.commands.train import train
 from plait.errors import Interrupted, PlaitError, RunFailed
 from plait.launch.values.entries import EntryTable
 from plait.planner.plan import Plan
+from plait.planner.resolve.named import named_degrees
 from plait.private_folder import make_private_folder
 from plait.recipe.load import RecipeSource, flat_values, load_recipe
+from plait.recipe.schema import RunConfig
 from plait.report.metrics import median_speed, read_metrics
 from plait.run_files.running_runs import process_at_work, registry_folder
 from plait.run_folder import RunFolder, find_run, run_folder
 from plait.screen.screen import Screen
-from plait.units import Every, format_duration
+from plait.units import Every, format_duration, parse_amount, parse_every
 from plait.workers import ENTRIES, TRAINING_ENTRY
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -43,6 +45,8 @@ _DRAWN_IN_REAL_RUNS: Sequence[FaultKind] = ("kill", "hang", "slow")
 _SAVE_EVERY = "5 s"
 """Checkpoint interval of a drill by time whose recipe names none: there must be saves between two faults."""
 _LOOK_S = 0.05
+_UNKNOWN = 1 << 40
+"""More ranks or steps than any fault names."""
 
 
 def drill(
@@ -81,6 +85,8 @@ def _rehearse(
     alone, drilled = (run_folder(f"{name}-{end}", working) for end in ("left-alone", "drill"))
     if drilled.has_begun:
         raise PlaitError(f'"{drilled.path}" is there from an earlier drill; move it away, or delete it')
+    if request.named:  # what the recipe itself says is refused before the run that is left alone is trained
+        require_possible(request.named, facts_of_recipe(load_recipe(recipe, overrides), request.lost_hosts))
     settings = _settings(recipe, overrides, request, screen)
 
     def named(folder: RunFolder) -> list[str]:
@@ -128,6 +134,24 @@ def _rehearse(
     if not drilled.has_begun:  # nothing to report of
         raise RunFailed(sentence)
     return report_of(drilled, faults, injector.injected, seed=request.seed, alone=alone, ended_by=sentence)
+
+
+def facts_of_recipe(config: RunConfig, lost_hosts: int) -> DrilledPlan:
+    """What a recipe itself says of its plan; what it leaves open rules no failure out."""
+    try:
+        budget = parse_amount(config.train.budget)
+    except PlaitError:  # "auto"
+        budget = None
+    degrees, every = named_degrees(config), config.checkpoint.every
+    save_every = 0 if every == "never" else 1
+    if every not in ("auto", "never") and (parsed := parse_every(every)).unit == "steps":
+        save_every = int(parsed.value)
+    return DrilledPlan(
+        ranks=_UNKNOWN if degrees is None else degrees.world_size,
+        steps=int(budget.value) if budget is not None and budget.unit == "steps" else _UNKNOWN,
+        save_every=save_every,
+        hosts=1 + lost_hosts,
+    )
 
 
 def _disturb(run: RunFolder, pid: int, request: DrillRequest, may_disturb: MayDisturb, screen: Screen) -> DrillReport:

@@ -164,6 +164,6 @@ def _for_sequence(shape: ModelShape, sequence: int) -> ModelShape:
 
 def _why_no_checkpoint(folder: RunFolder) -> str:
     steps, _ = read_metrics(folder.metrics)
-    if steps and not steps[-1].is_finite:
+    if steps and not (steps[-1].is_finite or steps[-1].is_skipped):
         return "diverged before its first checkpoint; train again with a lower optimizer.lr and another run.name"
     return "has no checkpoint yet; train it for a while first"

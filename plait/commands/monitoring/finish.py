@@ -166,6 +166,8 @@ def _make_receipt(folder: RunFolder, plan: Plan, steps_done: int, monitor: Forec
         matmul_error=plan.arithmetic.matmul_error,
         incidents=tuple(incident.sentence for incident in incidents),
         samples_skipped=sum(one.last - one.first + 1 for one in skipped_ranges(incidents)),
+        updates_skipped=steps[-1].updates_skipped,
+        loss_scale=steps[-1].loss_scale,
         copy_every_steps=(plan.job.steps + sum(one.steps_lost for one in incidents)) / so_far.copies
         if so_far.copies
         else None,

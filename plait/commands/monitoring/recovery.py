@@ -170,7 +170,7 @@ class Recovery:
             place="",
             stack="",
             resumed_from=state.step,
-            from_copies=state.where == "memory",
+            from_copies=state.where == "memory" or state.was_copied,
             lost_s=round(sum(lost), 6),
             found_after_s=0.0,
             decision="started again",

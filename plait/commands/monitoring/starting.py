@@ -5,20 +5,26 @@ what is recorded and printed of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from plait.checkpoint.assembled import PartsCopy, parse_copy, publish_copies
+from plait.checkpoint.durable import NoRoom
 from plait.checkpoint.generation import raise_generation, require_newest
-from plait.checkpoint.store import FoundCheckpoint, published_checkpoints
+from plait.checkpoint.store import FoundCheckpoint, checkpoint_for, published_checkpoints, staging_for
 from plait.commands.monitoring.session import Start
 from plait.commands.planning.introduction import time_left_text
 from plait.errors import PlaitError
+from plait.launch.values.copies import CopiesByStep, ReadableCopy
 from plait.planner.plan import Plan
 from plait.report.incidents import StartLine, append_start
 from plait.run_folder import RunFolder
 from plait.screen.screen import Screen
+from plait.trainer.checkpointing.fits import described_model, needed_tensors
 from plait.workers import WorkerPool
+
+_LIST_BYTES = 1 << 23
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +35,8 @@ class NewestState:
     where: Literal["memory", "checkpoint", "nowhere"]
     checkpoint: FoundCheckpoint | None = None
     """The one that it is in, verified."""
+    was_copied: bool = False
+    """Whether that checkpoint was written just now, from copies in memory."""
     damage: PlaitError | None = None
     """Why there is no way on: the run has checkpoints, and none is whole."""
 
@@ -44,6 +52,40 @@ def newest_state(folder: RunFolder, workers: WorkerPool, lineage: int) -> Newest
         return NewestState(step=copied, where="memory")
     saved = newest_checkpoint(folder)
     return NewestState(step=copied, where="memory") if copied >= max(saved.step, 1) else saved
+
+
+def saved_from_copies(
+    state: NewestState, folder: RunFolder, plan: Plan, copies: CopiesByStep, generation: int, screen: Screen
+) -> NewestState:
+    """`state`, or a checkpoint that is written from the newest `copies` that are newer and hold the whole state: where
+    a host is lost for good, or the layout changes, they cannot be gone on from as they lie. Blocks until it is saved;
+    no ranks may run."""
+    for step in sorted((step for step in copies if step > state.step), reverse=True):
+        staging, final = staging_for(folder.checkpoints, step, generation), checkpoint_for(folder.checkpoints, step)
+        try:
+            require_newest(folder.path, generation)
+            found = [_opened(one) for one in copies[step]]
+            publish_copies(found, staging, final, step=step, model=described_model(plan), needs=needed_tensors(plan))
+        except NoRoom as error:
+            screen.print(f"warning  the state of step {step} is in memory and could not be saved: {error}")
+            return state
+        except (PlaitError, ValueError, RecursionError):  # it lacks what the lost host had
+            continue
+        saved = newest_checkpoint(folder)
+        return replace(saved, was_copied=saved.step == step)
+    return state
+
+
+def _opened(copy: ReadableCopy) -> PartsCopy:
+    """A copy and its parts; raises PlaitError or ValueError where it cannot be read."""
+    size, text = copy.read("list", 0, _LIST_BYTES)
+    while len(text) < size:
+        _, more = copy.read("list", len(text), _LIST_BYTES)
+        if not more:
+            raise ValueError(f"the copy of rank {copy.rank} ends too early")
+        text += more
+    data_bytes, _ = copy.read("tensors", 0, 0)
+    return parse_copy(copy.rank, text, data_bytes, lambda offset, nbytes: copy.read("tensors", offset, nbytes)[1])
 
 
 def newest_checkpoint(folder: RunFolder) -> NewestState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Literal
 
 from plait.report.bottleneck import bottleneck_rows
@@ -38,7 +39,7 @@ def status(
 def status_lines(account: RunAccount) -> Iterator[str]:
     """An account in a few lines for people."""
     yield (
-        f"status   {account.run}: {account.state}, step {account.step} of {account.steps}; "
+        f"status   {account.run}: {account.state}, step {account.step} of {account.steps}; {saved_text(account)}; "
         f"{counted(account.starts, 'start')}, {counted(len(account.incidents), 'failure')}"
     )
     if account.wall_s:
@@ -53,8 +54,19 @@ def status_lines(account: RunAccount) -> Iterator[str]:
     yield f"samples  {_samples_text(account)}"
 
 
+def saved_text(account: RunAccount) -> str:
+    """Which step is saved, and how long ago that was; of a finished run, only the step."""
+    if account.step_saved is None or account.saved_at is None:
+        return "nothing saved yet"
+    age_s = (datetime.now(UTC) - account.saved_at).total_seconds()
+    ago = "" if account.state == "finished" else f" {format_duration(age_s)} ago"
+    return f"step {account.step_saved} saved{ago}" if age_s >= 0 else f"step {account.step_saved} saved"
+
+
 def _incident_line(incident: Incident) -> str:
-    then = {"started again": f"went on from step {incident.resumed_from}", "ended": "ended", "gave up": "gave up"}
+    where = "copies in memory" if incident.from_copies else "the checkpoint" if incident.resumed_from else ""
+    again = f"went on from {where} of step {incident.resumed_from}" if where else "went on from the beginning"
+    then = {"started again": again, "ended": "ended", "gave up": "gave up"}
     lost = f", {counted(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
     at = incident.at.partition(".")[0].replace("T", " ")
     return f"failure  {at} UTC, after step {incident.step}: {incident.sentence}; {then[incident.decision]}{lost}"

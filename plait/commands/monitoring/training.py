@@ -23,11 +23,13 @@ from plait.commands.monitoring.starting import (
     next_start,
     prepared_point,
     require_newest_start,
+    saved_from_copies,
     saved_point,
 )
 from plait.commands.planning.introduction import Details
 from plait.commands.preparing.base import keep_base_files
 from plait.errors import PlaitError
+from plait.launch.values.copies import CopiesByStep
 from plait.launch.values.failure import FailureFacts, HostNotServed, WorkersFailed
 from plait.launch.values.job import StoppedBy
 from plait.model.weights import trained_parameter_count
@@ -94,11 +96,15 @@ def run_training(
             on_detail=bar.note if verbose else lambda text: None,
         )
         recovery.begins(start)
+        copies: CopiesByStep = {}
         try:
             with listed_as_running(run_on_this_machine(plan, folder.path), registry_folder()):
                 result, step = run_session(plan, folder, elastic.workers, start, session)
         except PlaitError as error:
+            copies = elastic.workers.copies(start.lineage)
             state = newest_state(folder, elastic.workers, start.lineage)
+            if state.where != "memory":
+                state = saved_from_copies(state, folder, plan, copies, start.generation, screen)
             screen.print(recovery.after(error, session, start, state))
             failure = error.facts if isinstance(error, WorkersFailed | HostNotServed) else None
         else:
@@ -117,8 +123,11 @@ def run_training(
             state = newest_checkpoint(folder)
             recovery.cannot_go_on(end, session, start, state)
             return _left(end, state.step, start, plan, screen)
-        if renewed is not None:  # copies in memory are of the plan before
-            plan, state = renewed, newest_checkpoint(folder) if state.where == "memory" else state
+        if renewed is not None:
+            if state.where == "memory":  # these copies are of the plan before
+                saved = newest_checkpoint(folder)
+                state = saved_from_copies(saved, folder, plan, copies, start.generation, screen)
+            plan = renewed
             recovery.follow(plan)
         point = prepared_point(folder, state, start.lineage)
     if step < plan.job.steps:

@@ -102,11 +102,25 @@ def _text(placement: Placement) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlannedRun:
-    """A plan for one cluster, shown in a terminal or a notebook. Two are equal where all their values are."""
+    """A plan for one cluster, or for the best machines of a pool, shown in a terminal or a notebook. Two are equal
+    where all their values are."""
 
     values: Mapping[str, Any]
     """All keys of `plait plan --json`."""
     report: PlanReport = field(compare=False)
+    machines: str = field(default="", compare=False)
+    """Which machines of a pool to take and why, as text and as part of a page; empty without a pool."""
+    machines_html: str = field(default="", compare=False)
+
+    @property
+    def choices(self) -> Sequence[Mapping[str, Any]]:
+        """The choices of a pool that are worth considering, the fastest first; none without a pool."""
+        return self.values.get("choices", ())
+
+    @property
+    def recommended(self) -> Mapping[str, Any] | None:
+        """The recommended one of `choices`; None without a pool."""
+        return self.choices[self.values["recommended"]] if self.choices else None
 
     @property
     def layout(self) -> Mapping[str, int]:
@@ -134,7 +148,7 @@ class PlannedRun:
         return self.values["why"]
 
     def __str__(self) -> str:
-        return plan_summary_text(self.report)
+        return self.machines + plan_summary_text(self.report)
 
     def __repr__(self) -> str:
         return str(self).rstrip("\n")
@@ -146,13 +160,14 @@ class PlannedRun:
         whole = (
             f"<details><summary>the whole plan</summary><pre>{escape(plan_report_text(self.report))}</pre></details>"
         )
-        return f"<table>{rows}</table><ul>{reasons}</ul>{whole}"
+        machines = f"<pre>{escape(self.machines)}</pre>" if self.machines else ""
+        return f"{machines}<table>{rows}</table><ul>{reasons}</ul>{whole}"
 
     def to_html(self, file: str | Path) -> Path:
         """Write a page with figures and return its path; raises PlaitError where it cannot be written."""
         path = Path(file)
         check_output_file(path)
-        write_output_file(path, page_html([self.report]))
+        write_output_file(path, page_html([self.report], self.machines_html))
         return path
 
     def _facts(self) -> Sequence[tuple[str, str]]:

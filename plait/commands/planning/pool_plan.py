@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from plait.commands.planning.plan_report import REPORT_COLUMNS, make_plan_report
+from plait.commands.planning.plan_report import REPORT_COLUMNS, PlannedRun, make_plan_report
 from plait.commands.preparing.usual_corpus import corpus_facts_or_usual
 from plait.errors import PlaitError
 from plait.machines.catalog import device_names, find_device
@@ -60,6 +60,23 @@ def asked_pool(pool_file: Path | None, short_form: str | None) -> Pool | None:
     if pool_file:
         return read_pool(pool_file)
     return pool_of_short_form(short_form) if short_form else None
+
+
+def named_pool(named: str | Path) -> Pool:
+    """The pool that a Python program names: a file, which ends in .toml if it is named by a text, or the short form."""
+    if isinstance(named, Path) or named.endswith(".toml"):
+        return read_pool(Path(named))
+    return pool_of_short_form(named)
+
+
+def planned_pool_run(report: PoolReport) -> PlannedRun:
+    """The report as Python is given it."""
+    return PlannedRun(
+        values=pool_report_values(report),
+        report=report.plan,
+        machines=answer_text(report),
+        machines_html=pool_page_html(report),
+    )
 
 
 def pool_report(
@@ -149,11 +166,16 @@ def _money_text(answer: PoolAnswer) -> str:
 
 def pool_report_text(report: PoolReport, plan_text: str, columns: int = REPORT_COLUMNS) -> str:
     """The answer for people, followed by the text of the plan."""
+    return answer_text(report, columns) + plan_text
+
+
+def answer_text(report: PoolReport, columns: int = REPORT_COLUMNS) -> str:
+    """Which machines to take, the other choices, and what was assumed."""
     first = [f"model    {report.affordable}"] if report.affordable else []
     over_time = [f"spot     {simulated_text(report.over_time)}", ""] if report.over_time else []
     said = [*first, *answer_lines(report.answer, columns), *over_time]
     lines = [line if "\n" in line else wrapped(line, columns) for line in said]
-    return "\n".join(lines) + "\n" + plan_text
+    return "\n".join(lines) + "\n"
 
 
 def pool_report_values(report: PoolReport) -> dict[str, Any]:

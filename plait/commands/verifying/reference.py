@@ -81,6 +81,10 @@ def reference_tensors(config: RunConfig, plan: Plan, scope: ReferenceScope, rout
     return found
 
 
+PROOF_SCALE = 2.0**10
+"""Scale of losses in a proof in float16, where no gradient may overflow: a run's first scale is to be found by that."""
+
+
 def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) -> dict[str, Tensor]:
     """Take the steps and return the tensors to compare; every rank of the layout must call it. A mixture's tokens go
     where the file says, which is written where there is none."""
@@ -89,6 +93,8 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
     if assembly.pairs is not None:
         assembly.pairs.set_reference(compute_reference(assembly))
     weights = ParameterGroup(parameters=[unit.parameter for unit in assembly.model.units], weight_decay=0.0)
+    if assembly.scale is not None:
+        assembly.scale.resume(torch.tensor([PROOF_SCALE, 0.0, 0.0]))
     plain = replace(assembly, optimizer=FusedSGD([weights], lr=assembly.plan.job.optimizer.lr))
     try:
         state, scalars = plain.step(TrainState())

@@ -6,9 +6,7 @@ to the same factor without a message of its own.
 
 from __future__ import annotations
 
-FIRST, LARGEST = 2.0**16, 2.0**40
-GROWS_AFTER = 2000
-"""Steps in a row whose gradients were finite, after which the factor doubles: torch's."""
+from plait.trainer.loss_scale import FIRST, GROWS_AFTER, LARGEST
 
 
 class LossScale:

@@ -7,10 +7,9 @@ import os
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Literal
 from zlib import crc32
 
-from plait.launch.values.copies import OUTBOX, SLOTS, KeptCopy
+from plait.launch.values.copies import OUTBOX, SLOTS, CopyPart, KeptCopy
 from plait.regular_file import reserve_space
 
 # Addresses in a file that takes memory only where something was written: ranks need not know each other's sizes.
@@ -20,9 +19,6 @@ _RECORD = struct.Struct("<8sQQQQ")
 _SUM = struct.Struct("<I")
 _RECORD_BYTES = 64
 _WHOLE, _TORN = b"plait ok", b"being wr"
-OutboxFile = Literal["tensors", "list"]
-"""The two files of a rank's part of a checkpoint."""
-
 assert _RECORD.size + _SUM.size <= _RECORD_BYTES and _RECORDS_BYTES + (OUTBOX + 1) * _SLOT_BYTES <= _REGION_BYTES
 
 
@@ -45,17 +41,20 @@ class AgentMemory:
         ]
         return sorted(set.intersection(*kept), reverse=True) if kept else []
 
-    def outbox(
-        self, local_rank: int, step: int, what: OutboxFile, offset: int, nbytes: int
+    def kept(
+        self, local_rank: int, step: int, lineage: int | None, what: CopyPart, offset: int, nbytes: int
     ) -> tuple[int, bytes] | None:
-        """The size of one of the two files of a rank's part of a checkpoint that are kept in memory, and some of its
-        bytes; None where there is none of this step."""
+        """The size of the tensors or of the list of a rank's copy of this step and lineage, or with no lineage of its
+        part of a checkpoint in the outbox, and some of its bytes; None where there is none."""
         copy = _copy(self.descriptor, local_rank, OUTBOX)
+        if lineage is not None:
+            found = _copies(self.descriptor, local_rank)
+            copy = next((one for one in found if (one.step, one.lineage) == (step, lineage)), None)
         if copy is None or copy.step != step:
             return None
-        place, size = _data_at(local_rank, OUTBOX), copy.data_bytes
+        place, size = _data_at(local_rank, copy.slot), copy.data_bytes
         if what == "list":
-            place, size = _text_at(local_rank, OUTBOX), copy.text_bytes
+            place, size = _text_at(local_rank, copy.slot), copy.text_bytes
         wanted = min(nbytes, size - offset)
         return size, os.pread(self.descriptor, wanted, place + offset) if wanted > 0 else b""
 

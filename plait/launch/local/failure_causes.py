@@ -48,7 +48,7 @@ class FailureCauses:
     def lost_host(self) -> str:
         """What is said of the host that was lost, where that is the cause; empty where it is another."""
         cause = root_cause([failure for failure, _ in self._failures]) if self._failures else None
-        return f"{cause.what}; {RESUME_ADVICE}" if isinstance(cause, HostLost) else ""
+        return cause.what if isinstance(cause, HostLost) else ""
 
     def error(self) -> PlaitError:
         """The root cause as an exception; prints its traceback where no log has it."""

@@ -13,11 +13,12 @@ from types import TracebackType
 from typing import Literal
 
 from plait.errors import PlaitError
-from plait.launch.in_memory.memory import AgentMemory, OutboxFile
+from plait.launch.in_memory.memory import AgentMemory
 from plait.launch.local.server import ServerProcess
 from plait.launch.local.signals import collected_signals
 from plait.launch.local.site import LocalWorkerHost
 from plait.launch.local.supervise import Supervision
+from plait.launch.values.copies import CopiesByStep, CopyPart, ReadableCopy
 from plait.launch.values.entries import EntryTable
 from plait.launch.values.job import RANKS_AT_MOST, Job, JobResult, Message
 from plait.launch.values.phase import PhaseTimeouts
@@ -113,11 +114,27 @@ class ForkServer:
         here, the newest first; see `in_memory/`. From any thread."""
         return self._memory.whole_steps(ranks, lineage) if self._memory is not None else ()
 
-    def outbox(
-        self, local_rank: int, step: int, what: OutboxFile, offset: int, nbytes: int
+    def copies(self, ranks: range, lineage: int) -> CopiesByStep:
+        """The whole copies of this host's `ranks`, of each step of which all of them have one. From any thread."""
+
+        def readable(place: int, step: int) -> ReadableCopy:
+            def read(what: CopyPart, offset: int, nbytes: int) -> tuple[int, bytes]:
+                found = self.kept(place, step, lineage, what, offset, nbytes)
+                if found is None:
+                    raise PlaitError(f"the copy of step {step} of rank {ranks[place]} is no longer in memory")
+                return found
+
+            return ReadableCopy(rank=ranks[place], read=read)
+
+        steps = self.whole_steps(len(ranks), lineage)
+        return {step: [readable(place, step) for place in range(len(ranks))] for step in steps}
+
+    def kept(
+        self, local_rank: int, step: int, lineage: int | None, what: CopyPart, offset: int, nbytes: int
     ) -> tuple[int, bytes] | None:
         """As in AgentMemory. From any thread."""
-        return self._memory.outbox(local_rank, step, what, offset, nbytes) if self._memory is not None else None
+        memory = self._memory
+        return None if memory is None else memory.kept(local_rank, step, lineage, what, offset, nbytes)
 
     @contextlib.contextmanager
     def start(self, job: Job, meeting: Rendezvous | None = None) -> Iterator[LocalWorkerHost]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 SLOTS = 3
 """Copies of each rank: the newest whole one, one that is being made, and one that a save reads."""
@@ -24,6 +24,25 @@ class KeptCopy:
     slot: int
     text_bytes: int
     data_bytes: int
+
+
+CopyPart = Literal["tensors", "list"]
+"""What a slot holds: the bytes of tensors as in a rank's file of a checkpoint, and the text that lists them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadableCopy:
+    """A rank's whole copy of its state, on whichever host, for a process that outlived the rank.
+
+    `read` gives the size of one of its two files and, from an offset on, some of its bytes; raises PlaitError.
+    """
+
+    rank: int
+    read: Callable[[CopyPart, int, int], tuple[int, bytes]]
+
+
+CopiesByStep = Mapping[int, Sequence[ReadableCopy]]
+"""Copies of a state by its step."""
 
 
 class CopyStore(Protocol):

@@ -19,7 +19,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from plait.accelerator import has_cuda_kernels
+from plait.accelerator import suits_flash_kernels
 from plait.model.matmul import matmul_library
 from plait.parallel.context.cut import Mask, TokenSpan, WindowBand
 
@@ -49,8 +49,7 @@ def kernel_for(q: Tensor, window: int = 0) -> Kernel:
         return blocked_kernel(window=window)
     if q.device.type == "cpu":
         return _in_runs(_cpu_forward, _cpu_backward)
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    if has_cuda_kernels(q.device) and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+    if suits_flash_kernels(q) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         return Kernel(
             forward=_cuda_forward,
             backward=_cuda_backward,

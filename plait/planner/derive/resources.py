@@ -107,8 +107,11 @@ class Resources:
 
     @property
     def may_leave_devices_out(self) -> bool:
-        """Whether a layout may use only some of the machines or GPUs. Those that torchrun started all take part; a
-        processor's workers are no devices of their own."""
+        """Whether a layout may use only some of the machines or GPUs. Those that torchrun started all take part, and so
+        do hosts that nobody measured (--no-timing): one that seems of no use may be the leader. A processor's workers
+        are no devices of their own."""
+        if self.others and (self.cluster is None or self.cluster.measured is None):
+            return False
         has_gpus = self.machine.has_accelerators and self.fixed_workers is None
         return self.devices_used == "some" and self.has_known_devices and (self.cluster is not None or has_gpus)
 

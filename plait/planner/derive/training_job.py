@@ -24,6 +24,7 @@ from plait.planner.derive.resources import Resources
 from plait.planner.plan import OptimizerKind, Plan, TrainingJob
 from plait.planner.problem.expert_loads import assumed_load, balanced_by
 from plait.planner.problem.workload import Orthogonalization, Workload, workload_of
+from plait.planner.step_time.device_rates import peak_flops
 from plait.recipe.finetune import FinetuneObjective
 from plait.recipe.schema import RunConfig
 from plait.units import counted
@@ -148,12 +149,21 @@ def batch_doubts(config: RunConfig, corpus: CorpusFacts) -> tuple[str, ...]:
 
 
 def precision_of(config: RunConfig, resources: Resources) -> Derived[Precision]:
-    """The arithmetic that a recipe names, else the fast one of the devices; raises PlaitError for bf16 on devices that
-    have none."""
-    named = config.train.precision
-    lacking = "" if resources.machine.device == "cpu" else _lacking(resources, "bf16")
-    if named == "bf16" and lacking:
-        raise PlaitError(f'{lacking} has no bf16 arithmetic; write train.precision = "float32"')
+    """The arithmetic that a recipe names, else the fast one of the devices; raises PlaitError for bf16 or fp16 on
+    devices that have none."""
+    named, on_cpu = config.train.precision, resources.machine.device == "cpu"
+    lacking, lacking_fp16 = ("" if on_cpu else _lacking(resources, name) for name in ("bf16", "fp16"))
+    if (named == "bf16" and lacking) or (named == "fp16" and lacking_fp16):
+        other = '"fp16" or "float32"' if named == "bf16" and not lacking_fp16 else '"float32"'
+        raise PlaitError(f"{lacking_fp16 or lacking} has no {named} arithmetic; write train.precision = {other}")
+    if named == "fp16":
+        reason = (
+            "precision fp16: on processors it is far slower than float32, and for trying out only"
+            if on_cpu
+            else "precision fp16 with float32 master weights: the loss is scaled by a power of two, and updates whose "
+            "gradients exceed fp16's range are skipped; plait has run it on processors only, not yet on a GPU"
+        )
+        return Derived(value=named, reasons=(reason,))
     if named != "auto":
         return Derived(value=named)
     if resources.machine.device == "cpu":
@@ -162,8 +172,8 @@ def precision_of(config: RunConfig, resources: Resources) -> Derived[Precision]:
         reason = "precision float32, unless plait train finds a step much faster in bf16 on the processor"
         return Derived(value="float32", reasons=(reason,))
     if lacking:
-        reason = f"precision float32: {lacking} has no bf16 arithmetic, and plait does not train in fp16 yet"
-        return Derived(value="float32", reasons=(reason,))
+        hint = "" if lacking_fp16 else _fp16_hint(resources)
+        return Derived(value="float32", reasons=(f"precision float32: {lacking} has no bf16 arithmetic{hint}",))
     reason = "precision bf16 with float32 master weights: these devices' fast arithmetic"
     return Derived(value="bf16", reasons=(reason,))
 
@@ -179,8 +189,12 @@ def matmul_backend_of(config: RunConfig, resources: Resources) -> MatmulBackend:
 def matmul_precision_of(precision: Precision, resources: Resources) -> Derived[MatmulPrecision]:
     """TF32 for float32 products where all devices are NVIDIA's and have it."""
     devices = resources.known_devices
-    if precision != "float32" or resources.machine.device == "cpu" or not devices or _lacking(resources, "tf32"):
+    if precision != "float32" or resources.machine.device == "cpu" or not devices:
         return Derived(value="float32")
+    if lacking := _lacking(resources, "tf32"):
+        have = dict.fromkeys(device.name for device in devices if "tf32" in device.peak_flops)
+        reason = f"products in float32 on all devices: {lacking} has no TF32, though {' and '.join(have)} would"
+        return Derived(value="float32", reasons=(reason,) if have else ())
     if any(device.vendor != "NVIDIA" for device in devices):
         return Derived(value="float32")
     gain = min(device.flops("tf32") / device.flops("float32") for device in devices)
@@ -201,6 +215,15 @@ def orthogonalized_in(kind: OptimizerKind, precision: Precision, resources: Reso
         return Derived(value="float32", reasons=("Muon orthogonalizes in float32, as bf16 is no faster here",))
     reason = f"Muon orthogonalizes in bf16, whose products are {gain:.1f} times as fast here as float32 ones"
     return Derived(value="bf16", reasons=(reason,))
+
+
+def _fp16_hint(resources: Resources) -> str:
+    """What to write for fp16 where its products are worth their narrow range: a GTX 10 has slower ones than float32's.
+    It is not chosen because no GPU without bf16 has run it yet."""
+    gains = [peak_flops(one, "fp16") / peak_flops(one, "float32") for one in resources.known_devices]
+    if not gains or min(gains) < LEAST_STEP_GAIN:
+        return ""
+    return f'; train.precision = "fp16" has {min(gains):.0f} times the peak, but plait has run it on processors only'
 
 
 def _bf16_gain(resources: Resources) -> float:
@@ -241,10 +264,12 @@ def workload_of_job(
 
 def _orthogonalization(arithmetic: RunArithmetic, resources: Resources) -> Orthogonalization:
     faster = arithmetic.orthogonalized_in == "bf16" and arithmetic.precision != "bf16"
-    return Orthogonalization(
-        number_bytes=2 if arithmetic.orthogonalized_in == "bf16" else 4,
-        speed=max(1.0, _bf16_gain(resources)) if faster else 1.0,
-    )
+    speed = max(1.0, _bf16_gain(resources)) if faster else 1.0
+    if arithmetic.precision == "fp16" and resources.known_devices:
+        # float32's products are the run's own over this.
+        float32 = matmul_precision_of("float32", resources).value
+        speed /= max(peak_flops(one, "fp16") / peak_flops(one, float32) for one in resources.known_devices)
+    return Orthogonalization(number_bytes=2 if arithmetic.orthogonalized_in == "bf16" else 4, speed=speed)
 
 
 def compile_of(config: RunConfig, machines: Sequence[Machine]) -> Derived[Compile]:

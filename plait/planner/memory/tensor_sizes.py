@@ -1,4 +1,4 @@
-"""Bytes of each tensor that a plait rank on a processor holds for one micro-batch, in float32 or in bfloat16.
+"""Bytes of each tensor that a plait rank on a processor holds for one micro-batch, in float32 or in 16 bits.
 
 The sizes follow from the code that allocates the tensors: model/ (what autograd saves), trainer/loss.py,
 parallel/pipeline.py, recompute.py. In bfloat16 the products' inputs and results take two bytes a

@@ -52,8 +52,8 @@ _FOUND = (*MEMORY_ITEMS, "gaps", "rank")
 
 
 def can_trace(workload: Workload) -> bool:
-    """Whether traced_peak supports the workload: dense, and in float32 or bfloat16."""
-    return workload.precision in ("float32", "bf16") and not workload.experts
+    """Whether traced_peak supports the workload: dense, and in float32 or 16 bits."""
+    return workload.precision in ("float32", "bf16", "fp16") and not workload.experts
 
 
 def traced_peak(

@@ -209,7 +209,7 @@ def _needed(key: str, choice: PoolChoice) -> str:
 def shown_choices(explored: Sequence[PoolChoice], best: PoolChoice) -> list[PoolChoice]:
     """A few of the choices that no other beats: the fastest, the cheapest, the best, and others as different from these
     as possible; the fastest first."""
-    known = [one for one in frontier(explored) if one is not best]
+    known = [one for one in frontier(explored) if _distance(one, best) >= LEAST_DISTANCE]
     kept = list(dict.fromkeys((*known[:1], *known[-1:])))
     rest = [one for one in known if one not in kept]
     while rest and len(kept) < CHOICES_SHOWN - 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
@@ -216,11 +216,19 @@ def best_choice(choices: Sequence[PoolChoice], aims: Aims) -> PoolChoice:
 
 
 def frontier(choices: Sequence[PoolChoice]) -> list[PoolChoice]:
-    """The choices that no other beats in both time and cost, the fastest first; without prices, in time and devices."""
+    """The choices that no other beats, the fastest first: in both time and cost; those of unknown cost, which must be
+    faster than all others, in time and number of devices."""
+    priced = [one for one in choices if one.cost is not None]
+    fastest_s = min((one.wall_s for one in priced), default=inf)
+    unpriced = [one for one in choices if one.cost is None and one.wall_s < (1 - SAME) * fastest_s]
+    return [
+        *_unbeaten(unpriced, lambda one: one.selection.n_devices),
+        *_unbeaten(priced, lambda one: one.cost or 0.0),
+    ]
 
-    def second(choice: PoolChoice) -> float:
-        return choice.selection.n_devices if choice.cost is None else choice.cost
 
+def _unbeaten(choices: Sequence[PoolChoice], second: Callable[[PoolChoice], float]) -> list[PoolChoice]:
+    """The choices that no other beats in both time and a second figure, the fastest first."""
     found, least = list[PoolChoice](), inf
     for choice in sorted(choices, key=lambda one: (one.wall_s, second(one), one.selection.n_devices)):
         if second(choice) < least:

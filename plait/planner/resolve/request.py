@@ -142,8 +142,8 @@ def request_of(
         arithmetic=arithmetic,
         workload=workload,
         constraints=constraints,
-        options=_options(resources, counts),
-        open_options=_options(resources, resources.worker_counts()),
+        options=_options(config, resources, counts),
+        open_options=_options(config, resources, resources.worker_counts()),
         profile=replace(
             program,
             calibration=calibration,
@@ -169,9 +169,9 @@ def _untried(machine: Machine) -> str:
     )
 
 
-def _options(resources: Resources, counts: Sequence[int]) -> tuple[WorkerOption, ...]:
+def _options(config: RunConfig, resources: Resources, counts: Sequence[int]) -> tuple[WorkerOption, ...]:
     """The machines divided into each of these numbers of workers."""
-    devices = "some" if resources.may_leave_devices_out else "all"
+    devices = "some" if resources.may_leave_devices_out and config.layout.devices == "auto" else "all"
     return tuple(
         WorkerOption(cluster=resources.as_cluster(n), threads=resources.threads(n), devices=devices) for n in counts
     )

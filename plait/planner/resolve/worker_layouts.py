@@ -132,6 +132,8 @@ def used_peak_flops(resources: Resources, split: WorkerLayout) -> float | None:
     found = split.search
     if resources.peak_flops is None:
         return None
+    if found is not None and found.workload.precision == "fp16" and resources.machine.device != "cpu":
+        return cluster_peak_flops(found.cluster, "fp16")  # the resources' own is float32's where bf16 is missing
     present = resources.peak_flops * resources.requested.share_of(resources.machine, split.workers)
     if found is None or found.left_out is None:
         return present

@@ -14,6 +14,7 @@ from plait.model.prediction_heads import HeadLoss, MicroObjectives
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import ShardedModel
 from plait.trainer.loss import IN_PLACE, sum_of_losses
+from plait.trainer.loss_scale import DeviceLossScale
 from plait.trainer.score_passes import IGNORED, ScorePasses
 
 _Autocast = Callable[[], AbstractContextManager[object]]
@@ -26,11 +27,17 @@ class AuxiliaryLosses:
     """
 
     def __init__(
-        self, sharded: ShardedModel, shape: ModelShape, autocast: _Autocast, passes: ScorePasses = IN_PLACE
+        self,
+        sharded: ShardedModel,
+        shape: ModelShape,
+        autocast: _Autocast,
+        passes: ScorePasses = IN_PLACE,
+        scale: DeviceLossScale | None = None,
     ) -> None:
         self.weights, self._ahead = shape.objectives.weights, shape.objectives.ahead
         self._counts_experts = shape.mixture is not None
         self._vocabulary, self._autocast, self._passes = sharded.vocabulary, autocast, passes
+        self._scale = scale
         self._reports, self._counts_tokens = sharded.reports_objectives, sharded.reports
         self._factors: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
@@ -100,7 +107,8 @@ class AuxiliaryLosses:
     def _sum_of(self, targets_n: Tensor, norm: nn.Module, stream_nd: Tensor, output_vd: Tensor) -> Tensor:
         with self._autocast():
             every_nd = self._vocabulary.enter(norm(stream_nd), targets_n.numel())
-            return sum_of_losses(every_nd, output_vd, targets_n, self._vocabulary, self._passes)
+            scale = self._scale.factor if self._scale else None
+            return sum_of_losses(every_nd, output_vd, targets_n, self._vocabulary, self._passes, scale)
 
     def _add(self, name: str, total: Tensor) -> None:
         before = self._sums.get(name)

@@ -252,6 +252,7 @@ def attach_meter(assembly: Assembly, clock: StepClock, progress: ProgressReport 
         compile=plan.arithmetic.compile,
         auxiliary=assembly.auxiliary,
         pairs=assembly.pairs,
+        scale=assembly.scale,
     )
     return replace(assembly, model=sharded, run_micros=run_micros, evaluate_micros=evaluate_micros), meter
 

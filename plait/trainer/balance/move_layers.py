@@ -53,6 +53,8 @@ def move_layers(assembly: Assembly, build: BuildAssembly, stage_layers: tuple[in
     new = build(plan, initialize=not begun)
     if begun:
         _move(assembly, new, assembly.sums)
+    if new.scale is not None and assembly.scale is not None:
+        new.scale.resume(assembly.scale.state)
     return new
 
 

@@ -23,17 +23,15 @@ from plait.errors import PlaitError, RunFailed
 from plait.launch.values.copies import CopyStore
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.machines.machine import free_memory_bytes
-from plait.model.weights import kept_values, trained_weights
 from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import agree_on_any, run_on_all_ranks
 from plait.planner.plan import Plan
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.carrier import MEMORY_KEPT, PartsCarrier, Slices
 from plait.trainer.checkpointing.copies import StateCopies
-from plait.trainer.checkpointing.fits import described_model
+from plait.trainer.checkpointing.fits import described_model, needed_tensors
 from plait.trainer.checkpointing.persist import rank_slices
 from plait.trainer.checkpointing.save_progress import SaveProgress
-from plait.trainer.optimizer.optim import moment_names
 from plait.trainer.state import TrainState
 from plait.units import format_duration
 
@@ -315,7 +313,7 @@ class CheckpointSaver:
 
     def _publish(self, now: _Writing) -> None:
         """Wait for the parts of all ranks, and make them a checkpoint; rank 0 alone calls it."""
-        note, job = partial(setattr, now, "arrived_bytes"), self._assembly.plan.job
+        note = partial(setattr, now, "arrived_bytes")
         await_parts(now.staging, self._world.size, is_given_up=now.given_up.is_set, note_bytes=note)
         self.fence()
         publish(
@@ -325,14 +323,7 @@ class CheckpointSaver:
             cursor=now.state.position,
             model=described_model(self._assembly.plan),
             world_size=self._world.size,
-            needs=[
-                *(
-                    f"{kind}/{name}"
-                    for name in trained_weights(job.shape)
-                    for kind in ("model", *moment_names(job.optimizer, name))
-                ),
-                *(f"model/{name}" for name in kept_values(job.shape)),
-            ],
+            needs=needed_tensors(self._assembly.plan),
         )
 
     def _write_own_part(self, now: _Writing, slices: Slices) -> None:

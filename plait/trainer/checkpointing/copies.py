@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.arrival import part_files
+from plait.checkpoint.assembled import BESIDE
 from plait.checkpoint.host_bytes import host_bytes
 from plait.checkpoint.manifest import ITEM_BYTES, StoredPart, parts_text
 from plait.checkpoint.transfer import DTYPES, TensorSlice, rank_layout, stored_part, whole_slice
@@ -21,9 +22,9 @@ from plait.machines.machine import free_memory_bytes
 from plait.parallel.exchange import agree_on_any, gather_json
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.carrier import MEMORY_KEPT, Slices
-from plait.trainer.checkpointing.from_memory import BESIDE, restore_from_memory
+from plait.trainer.checkpointing.from_memory import restore_from_memory
 from plait.trainer.checkpointing.host_cover import PartPlace, kept_beside
-from plait.trainer.checkpointing.persist import held_state, rank_slices, state_boxes
+from plait.trainer.checkpointing.persist import LOSS_SCALE, held_state, rank_slices, state_boxes
 from plait.trainer.optimizer.optim import updates_counted
 from plait.trainer.state import TrainState
 from plait.units import format_bytes
@@ -237,6 +238,8 @@ class StateCopies:
             optimizer = self._assembly.optimizer
             if optimizer.state and (updates := updates_counted(optimizer)) is not None:
                 found[BESIDE + "adam_step"] = [whole_slice(updates.reshape(1))]
+            if self._assembly.scale is not None:
+                found[BESIDE + LOSS_SCALE] = [whole_slice(self._assembly.scale.state)]
         if self._settles:
             self._assembly.model.settle()
         if wanted := set(self._beside or ()):

@@ -7,12 +7,20 @@ from plait.checkpoint.manifest import Manifest
 from plait.model.shape import weight_sizes
 from plait.model.weights import kept_values, trained_weights
 from plait.planner.plan import Plan
+from plait.trainer.optimizer.moments import moment_names
 
 
 def described_model(plan: Plan) -> dict[str, object]:
     """What a checkpoint says of its model: the shape and, where it holds an adapter alone, which model that is of."""
     base = {"base": plan.job.base_fingerprint} if plan.job.base and plan.job.shape.adapter else {}
     return {**plan.job.shape.to_dict(), **base}
+
+
+def needed_tensors(plan: Plan) -> list[str]:
+    """The names of the weights that learn, of their moments and of the kept values: no checkpoint may lack one."""
+    shape = plan.job.shape
+    names = [(name, ("model", *moment_names(plan.job.optimizer, name))) for name in trained_weights(shape)]
+    return [*(f"{kind}/{name}" for name, kinds in names for kind in kinds), *(f"model/{n}" for n in kept_values(shape))]
 
 
 def check_fits(manifest: Manifest, plan: Plan) -> None:

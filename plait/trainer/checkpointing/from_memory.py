@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.arrival import part_files
+from plait.checkpoint.assembled import BESIDE
 from plait.checkpoint.manifest import StoredPart, parse_parts
 from plait.checkpoint.transfer import slice_of_parts
 from plait.errors import PlaitError, RunFailed
@@ -20,12 +21,9 @@ from plait.parallel.exchange import run_on_all_ranks
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.host_cover import PartPlace, covers
-from plait.trainer.checkpointing.persist import load_state, state_boxes
-from plait.trainer.optimizer.optim import counts_updates
+from plait.trainer.checkpointing.persist import LOSS_SCALE, load_state, state_boxes
+from plait.trainer.optimizer.moments import counts_updates
 from plait.trainer.state import TrainState
-
-BESIDE = "beside:"
-"""Begins the keys of parts in a copy that are another rank's in a checkpoint."""
 
 
 @torch.no_grad()
@@ -52,6 +50,8 @@ def restore_from_memory(assembly: Assembly, store: CopyStore, ranks: range, line
     counts = counts_updates(assembly.plan.job.optimizer)
     load_state(assembly, read, copies.whole("adam_step")[0] if counts else None)
     assembly.model.gradients.publish()
+    if assembly.scale is not None:
+        assembly.scale.resume(copies.whole(LOSS_SCALE))
     torch.set_rng_state(copies.whole(f"rng/rank-{assembly.sums.index}"))
     return TrainState(step=step, position=copies.position, tokens=int(copies.whole("tokens")[0]))
 

@@ -23,8 +23,12 @@ from plait.parallel.sharded_model import HeldWeight, OptimizerUnitPart
 from plait.partition.boxes import Box
 from plait.trainer.assemble import Assembly
 from plait.trainer.checkpointing.fits import described_model
-from plait.trainer.optimizer.optim import all_moment_names, counts_updates, moment_names, updates_counted
+from plait.trainer.optimizer.moments import all_moment_names, counts_updates, moment_names
+from plait.trainer.optimizer.optim import updates_counted
 from plait.trainer.state import TrainState
+
+LOSS_SCALE = "loss_scale"
+"""The state of a float16 run's DeviceLossScale."""
 
 
 def prune_old(
@@ -78,9 +82,11 @@ def restore(assembly: Assembly, path: Path, manifest: Manifest, world: Communica
 
     load_state(assembly, read, read_tensor(path, manifest, "adam_step")[0] if counts_updates(optimizer) else None)
     assembly.model.gradients.publish()
-    random = f"rng/rank-{world.index}"
-    if random in tensor_names(manifest):
+    names, random = tensor_names(manifest), f"rng/rank-{world.index}"
+    if random in names:
         torch.set_rng_state(read_tensor(path, manifest, random))
+    if assembly.scale is not None and LOSS_SCALE in names:
+        assembly.scale.resume(read_tensor(path, manifest, LOSS_SCALE))
     tokens = int(read_tensor(path, manifest, "tokens")[0])
     return TrainState(step=manifest.step, position=manifest.cursor, tokens=tokens)
 
@@ -157,6 +163,8 @@ def rank_slices(
         slices["tokens"] = [whole_slice(torch.tensor([state.tokens]))]
         if (updates := updates_counted(assembly.optimizer)) is not None:
             slices["adam_step"] = [whole_slice(updates.reshape(1))]
+        if assembly.scale is not None:
+            slices[LOSS_SCALE] = [whole_slice(assembly.scale.state)]
     owned = list(owned_state(assembly))
     finite = [True] * len(owned)
     if owned and check == "finite":

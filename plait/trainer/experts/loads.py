@@ -20,6 +20,7 @@ from plait.model.names import BALANCE
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import ShardedModel
 from plait.partition.boxes import Box, ranks_holding, whole_box
+from plait.trainer.loss_scale import DeviceLossScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +34,17 @@ class KeptBias:
 
 
 class ExpertLoads:
-    """A rank's mixtures, among those of the whole model; of a model without experts it does nothing."""
+    """A rank's mixtures, among those of the whole model; of a model without experts it does nothing. The gradients of
+    their losses are multiplied by `scale`, if there is one."""
 
-    def __init__(self, sharded: ShardedModel, shape: ModelShape) -> None:
+    def __init__(self, sharded: ShardedModel, shape: ModelShape, scale: DeviceLossScale | None = None) -> None:
         self.layers = tuple(layer for layer in range(shape.all_layers) if shape.mixture_of(layer))
         self.shape = shape
         self.own: dict[int, Mixture] = {
             layer: one for chunk in sharded.chunks for layer, one in mixtures_of(chunk).items()
         }
+        for one in self.own.values():
+            one.meter.loss_scale = None if scale is None else lambda: scale.factor
 
     @property
     def counts_first(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import cos, pi
 
 import torch
@@ -15,6 +15,7 @@ from plait.parallel.whole_matrices import MatrixExchange
 from plait.partition.execution import Precision
 from plait.planner.plan import OptimizerPlan
 from plait.trainer.optimizer.fused import FusedAdamW, FusedSGD, ParameterGroup, RunOptimizer
+from plait.trainer.optimizer.moments import moment_names
 from plait.trainer.optimizer.muon import MuonWithAdamW
 
 FINAL_FRACTION = 0.1
@@ -92,20 +93,6 @@ def _muon(
     )
 
 
-def moment_names(plan: OptimizerPlan, name: str) -> Mapping[str, str]:
-    """The names of a weight's moments in a checkpoint, each with its name in torch's optimizer."""
-    if plan.kind == "muon" and is_hidden_matrix(name):
-        return {"muon_momentum": "momentum_buffer"}
-    if plan.kind != "sgd":
-        return {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
-    return {"sgd_momentum": "momentum_buffer"} if plan.moments else {}
-
-
-def all_moment_names(plan: OptimizerPlan, names: Iterable[str]) -> set[str]:
-    """The names in a checkpoint of all moments that these weights have."""
-    return {kind for name in names for kind in moment_names(plan, name)}
-
-
 def set_state(
     optimizer: RunOptimizer, parameter: Tensor, moments: Mapping[str, Tensor], updates: Tensor | None
 ) -> None:
@@ -113,11 +100,6 @@ def set_state(
     # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
     count = {} if updates is None else {"step": updates.to(parameter.device, torch.float32, copy=True)}
     optimizer.state[parameter] = {**count, **moments}
-
-
-def counts_updates(plan: OptimizerPlan) -> bool:
-    """Whether the optimizer counts its updates: AdamW does, also beside Muon."""
-    return plan.kind != "sgd"
 
 
 def updates_counted(optimizer: RunOptimizer) -> Tensor | None:

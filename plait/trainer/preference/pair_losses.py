@@ -22,6 +22,7 @@ from plait.data.loader import Micro
 from plait.model.gpt import GPT
 from plait.parallel.sharded_model import LossOf, ShardedModel
 from plait.trainer.loss import IN_PLACE
+from plait.trainer.loss_scale import DeviceLossScale
 from plait.trainer.preference.token_losses import token_losses
 from plait.trainer.score_passes import ScorePasses
 
@@ -41,8 +42,10 @@ class PairLosses:
         beta: float,
         autocast: _Autocast,
         passes: ScorePasses = IN_PLACE,
+        scale: DeviceLossScale | None = None,
     ) -> None:
         self._sharded, self.beta, self._autocast, self._passes = sharded, beta, autocast, passes
+        self._scale = scale
         self.pairs = pairs
         """Of the whole corpus, held-out ones included."""
         self._reference: Tensor | None = None
@@ -110,7 +113,14 @@ class PairLosses:
         vocabulary = self._sharded.vocabulary
         with self._autocast():
             every_nd = vocabulary.enter(hidden_nd, micro.targets.numel())
-            losses_n = token_losses(every_nd, chunk.head_weight(), micro.targets.flatten(), vocabulary, self._passes)
+            losses_n = token_losses(
+                every_nd,
+                chunk.head_weight(),
+                micro.targets.flatten(),
+                vocabulary,
+                self._passes,
+                self._scale.factor if self._scale else None,
+            )
         sequences = torch.arange(2 * len(micro.pairs.numbers), device=losses_n.device)
         # Added up in a fixed order, unlike index_add on a GPU.
         own_sn = torch.where(micro.pairs.sequence.flatten() == sequences[:, None], -losses_n.double(), 0.0)

@@ -27,16 +27,17 @@ def token_losses(
     targets_n: Tensor,
     vocabulary: VocabularySplit = WHOLE_VOCABULARY,
     passes: ScorePasses = IN_PLACE,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """The cross-entropy, in nats, of each next-token prediction: [n], in float32, or float64 for float64 inputs; 0
     where the target is ignored.
 
     As `sum_of_losses`, and differentiable once. Where the vocabulary is split over ranks, all of them must give the
-    same gradient of the result.
+    same gradient of the result. Gradients are multiplied by `scale`, if there is one, and the result is not.
     """
     hidden_nd = to_compute_precision(hidden_nd)
     want_grads = torch.is_grad_enabled()
-    losses_n: Tensor = _TokenLosses.apply(hidden_nd, head_vd, targets_n, vocabulary, passes, want_grads)  # type: ignore[assignment]
+    losses_n: Tensor = _TokenLosses.apply(hidden_nd, head_vd, targets_n, vocabulary, passes, want_grads, scale)  # type: ignore[assignment]
     return losses_n
 
 
@@ -50,6 +51,7 @@ class _TokenLosses(torch.autograd.Function):
         vocabulary: VocabularySplit,
         passes: ScorePasses,
         want_grads: Literal[True, False],
+        scale: Tensor | None,
     ) -> Tensor:
         learns = want_grads and ctx.needs_input_grad[1]
         early = want_grads and ctx.needs_input_grad[0] and not learns
@@ -61,8 +63,8 @@ class _TokenLosses(torch.autograd.Function):
             targets = LocalTargets(targets_n[part], vocabulary.first, len(weight_vd))
             losses_n[part], kept = passes.losses(hidden @ weight_vd.T, targets, vocabulary)
             if grad_hidden is not None:
-                torch.mm(passes.gradient(kept, targets, hidden.dtype), weight_vd, out=grad_hidden[part])
-        ctx.vocabulary, ctx.passes = vocabulary, passes
+                torch.mm(passes.gradient(kept, targets, hidden.dtype, scale), weight_vd, out=grad_hidden[part])
+        ctx.vocabulary, ctx.passes, ctx.scale = vocabulary, passes, scale
         if learns:
             ctx.save_for_backward(hidden_nd, head_vd, targets_n)
         else:
@@ -76,8 +78,8 @@ class _TokenLosses(torch.autograd.Function):
         if len(ctx.saved_tensors) == 1:
             (grad_hidden,) = ctx.saved_tensors
             weighed = None if grad_hidden is None else (grad_hidden * weight_n.unsqueeze(1)).to(grad_hidden.dtype)
-            return weighed, None, None, None, None, None
-        return *_both_gradients(ctx, weight_n), None, None, None, None
+            return weighed, None, None, None, None, None, None
+        return *_both_gradients(ctx, weight_n), None, None, None, None, None
 
 
 def _both_gradients(ctx: Any, weight_n: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +91,8 @@ def _both_gradients(ctx: Any, weight_n: Tensor) -> tuple[Tensor, Tensor]:
         hidden = hidden_nd[part].detach()
         targets = LocalTargets(targets_n[part], vocabulary.first, len(weight_vd))
         _, kept = passes.losses(hidden @ weight_vd.T, targets, vocabulary)
-        grad_nv = passes.gradient(kept, targets, exact_dtype(hidden)).mul_(weight_n[part].unsqueeze(1)).to(hidden.dtype)
+        grad_nv = passes.gradient(kept, targets, exact_dtype(hidden), ctx.scale)
+        grad_nv = grad_nv.mul_(weight_n[part].unsqueeze(1)).to(hidden.dtype)
         torch.mm(grad_nv, weight_vd, out=grad_hidden[part])
         add_product(grad_head, grad_nv.T, hidden)
     return grad_hidden, grad_head.to(head_vd.dtype)
