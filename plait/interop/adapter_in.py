@@ -4,25 +4,29 @@ beside that model's weights."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isclose, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from plait.errors import PlaitError
-from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY
+from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY, QUANTIZATION_KEY
 from plait.interop.base_model import read_json_file
-from plait.interop.configs.adapter_values import alphas_of, check_adapter_values
+from plait.interop.configs.adapter_values import alphas_of, check_adapter_values, ranks_of
 from plait.interop.links import refuse_links_out
 from plait.interop.peft_names import PeftModule, peft_modules
-from plait.model.adapter_shape import AdapterShape, AdapterTarget
+from plait.model.adapter_shape import QUANTIZED_BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
+from plait.model.adapters import directed_weight
 from plait.model.gpt import GPT
 from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.shape import ModelShape, linear_layers, weight_sizes
+
+Factors = tuple[Tensor, Tensor]
+"""A [rank, in] and B [out, rank] of a linear layer's adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,8 @@ class LoadedAdapter:
     """By our names."""
     base: str
     """Fingerprint of the base that it was trained on; empty where its files do not say."""
+    magnitudes: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """DoRA's: the length [out] of each row of an adapted weight, by the names of linear layers; empty without it."""
 
 
 def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
@@ -43,32 +49,45 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     config = read_json_file(folder / ADAPTER_CONFIG, instead="name a folder that PEFT or plait wrote")
     check_adapter_values(folder / ADAPTER_CONFIG, config)
     tensors, metadata = _tensors(folder / ADAPTER_WEIGHTS)
-    modules = _modules_present(folder, peft_modules(family, shape, linear_layers(shape)), tensors, shape)
+    known = peft_modules(family, shape, linear_layers(shape))
+    magnitude_keys = {one.magnitude_key for one in known} if config.get("use_dora") else set[str]()
+    factor_tensors = {name: one for name, one in tensors.items() if name not in magnitude_keys}
+    modules = _modules_present(folder, known, factor_tensors, shape)
     pairs = [(tensors[module.key("A")], tensors[module.key("B")]) for module in modules]
-    for module, pair in zip(modules, pairs, strict=True):
-        _check_pair(folder, module, pair)
-    rank = _common_rank(modules, pairs, _count(folder, config, "r"))
-    weights: dict[str, Tensor] = {}
-    for module, pair in zip(modules, pairs, strict=True):
-        weights |= _own_weights(folder, module, pair, rank)
-    alphas = alphas_of(folder / ADAPTER_CONFIG, config, [module.name for module in modules])
+    names = [module.name for module in modules]
+    ranks = ranks_of(folder / ADAPTER_CONFIG, config, names)
+    alphas = alphas_of(folder / ADAPTER_CONFIG, config, names)
+    for module, pair, rank in zip(modules, pairs, ranks, strict=True):
+        _check_pair(folder, module, pair, rank)
     # A module's product is multiplied by its alpha over its own rank, or over the root of it.
-    own_ranks = [sqrt(a.shape[0]) if config.get("use_rslora") else a.shape[0] for a, _ in pairs]
-    scales = [alpha / own for alpha, own in zip(alphas, own_ranks, strict=True)]
-    if not all(isclose(scale, scales[0], rel_tol=1e-6) for scale in scales):
-        raise PlaitError(f"{folder} gives its modules unlike scales (alpha_pattern), which plait does not compute")
     variant = "rslora" if config.get("use_rslora") else "lora"
+    scales = [alpha / (sqrt(own) if variant == "rslora" else own) for alpha, own in zip(alphas, ranks, strict=True)]
+    usual = ranks_of(folder / ADAPTER_CONFIG, {**config, "rank_pattern": {}}, [""])[0]
+    factors: dict[str, Factors] = {}
+    for module, pair, scale in zip(modules, pairs, scales, strict=True):
+        # Ours have one scale: where a module has another one, its B is that much larger.
+        other = 1.0 if isclose(scale, scales[0], rel_tol=1e-6) else scale / scales[0]
+        factors |= {name: (a, b * other) for name, (a, b) in _own_factors(module, pair, usual).items()}
+    rank = max(len(a) for a, _ in factors.values())
     alpha = scales[0] * (sqrt(rank) if variant == "rslora" else rank)
-    _check_sizes(folder, weights, rank, shape)
+    _check_sizes(folder, factors, shape)
     _refuse_not_finite(folder, tensors)
-    targets = _targets(folder, modules, shape)
-    adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=variant)
-    return LoadedAdapter(shape=adapter, weights=weights, base=metadata.get(BASE_KEY, ""))
+    magnitudes = _magnitudes(folder, modules, tensors) if magnitude_keys else {}
+    targets = _targets(folder, modules, shape, config)
+    weights = _filled_up(factors, targets, rank, shape)
+    kept = metadata.get(QUANTIZATION_KEY, "none")
+    adapter = AdapterShape(
+        rank=rank, alpha=alpha, targets=targets, variant=variant, quantization=_known_quantization(folder, kept)
+    )
+    return LoadedAdapter(shape=adapter, weights=weights, magnitudes=magnitudes, base=metadata.get(BASE_KEY, ""))
 
 
 @torch.no_grad()
 def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
-    """A model of the same weights, which it shares with `model`, and an adapter of its own. `model` has none."""
+    """A model of the same weights, which it shares with `model`, and an adapter of its own. `model` has none. A DoRA
+    adapter is merged into weights of its own."""
+    if adapter.magnitudes:
+        return _with_directions(model, adapter)
     with torch.device("meta"):
         adapted = GPT(replace(model.shape, adapter=adapter.shape), model.part)
     base = dict(model.named_parameters())
@@ -78,6 +97,36 @@ def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
         path, _, leaf = name.rpartition(".")
         setattr(adapted.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
     return adapted.eval()
+
+
+def _with_directions(model: GPT, adapter: LoadedAdapter) -> GPT:
+    with torch.device("meta"):
+        merged = GPT(model.shape, model.part)
+    for name, weight in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        own = weight.data
+        if leaf == "weight" and path in adapter.magnitudes:
+            a, b = (adapter.weights[f"{path}.{letter}"].to(own.device) for letter in (ADAPTER_A, ADAPTER_B))
+            own = directed_weight(own, a, b, adapter.shape.scale, adapter.magnitudes[path].to(own.device))
+        setattr(merged.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
+    return merged.eval()
+
+
+def _magnitudes(folder: Path, modules: Sequence[PeftModule], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """DoRA's lengths of rows by linear layer of ours."""
+    found: dict[str, Tensor] = {}
+    for module in modules:
+        if module.magnitude_key not in tensors:
+            raise PlaitError(f"{folder / ADAPTER_WEIGHTS} lacks {module.magnitude_key}; bring the whole file")
+        whole, outputs = tensors[module.magnitude_key].flatten(), len(tensors[module.key("B")])
+        if len(whole) != outputs:
+            raise PlaitError(
+                f"{module.magnitude_key} in {folder / ADAPTER_WEIGHTS} has {len(whole)} numbers beside {outputs} "
+                "outputs; bring the whole file"
+            )
+        for part, target in module.targets.items():
+            found[f"layers.{module.layer}.{target}"] = whole[module.outputs_of(part, outputs)]
+    return found
 
 
 def _tensors(file: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
@@ -111,19 +160,39 @@ def _modules_present(
     return found
 
 
-def _targets(folder: Path, modules: list[PeftModule], shape: ModelShape) -> tuple[AdapterTarget, ...]:
-    """The linear layers that have adapters, the same in each layer."""
+def _targets(
+    folder: Path, modules: list[PeftModule], shape: ModelShape, config: Mapping[str, Any]
+) -> tuple[AdapterTarget, ...]:
+    """The linear layers that have adapters in some layer: the same in each, unless the adapter names its layers."""
     each = [{t for m in modules if m.layer == layer for t in m.targets.values()} for layer in range(shape.layers)]
-    if any(own != each[0] for own in each):
+    if any(own != each[0] for own in each) and config.get("layers_to_transform") in (None, []):
         raise PlaitError(
             f"the adapter in {folder} adapts other linear layers in some layers than in others, or has fewer layers "
             f"than the {shape.layers} of this model; name the model that it was trained on"
         )
-    return tuple(target for target in linear_layers(shape) if target in each[0])
+    return tuple(target for target in linear_layers(shape) if any(target in own for own in each))
 
 
-def _check_pair(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor]) -> None:
-    """Raise PlaitError where a module's tensors are not the A and the B of an adapter."""
+def _filled_up(
+    factors: Mapping[str, Factors], targets: Sequence[AdapterTarget], rank: int, shape: ModelShape
+) -> dict[str, Tensor]:
+    """A and B of each target in each layer, all of one rank: what an adapter has less is filled up with zeros, which
+    add nothing."""
+    sizes, weights = weight_sizes(shape), dict[str, Tensor]()
+    for layer in range(shape.layers):
+        for target in targets:
+            name = f"layers.{layer}.{target}"
+            outputs, inputs = sizes[f"{name}.weight"]
+            whole_a, whole_b = torch.zeros(rank, inputs), torch.zeros(outputs, rank)
+            if name in factors:
+                a, b = factors[name]
+                whole_a[: len(a)], whole_b[:, : len(a)] = a, b
+            weights |= {f"{name}.{ADAPTER_A}": whole_a, f"{name}.{ADAPTER_B}": whole_b}
+    return weights
+
+
+def _check_pair(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> None:
+    """Raise PlaitError where a module's tensors are not the A and the B of an adapter of this rank."""
     a, b = pair
     torn = b.shape[0] % module.parts and b.shape[0] != sum(module.outputs)
     if a.ndim != 2 or b.ndim != 2 or not a.numel() or a.shape[0] != b.shape[1] or torn:
@@ -131,17 +200,11 @@ def _check_pair(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor]) -
             f"{module.name} in {folder / ADAPTER_WEIGHTS} has the shapes {list(a.shape)} and {list(b.shape)}, which "
             "cannot be an adapter's: was it saved from one of several ranks?"
         )
-
-
-def _common_rank(modules: Sequence[PeftModule], pairs: Sequence[tuple[Tensor, Tensor]], r: int) -> int:
-    """The rank of every module: r, unless rank_pattern gives another one to each of them."""
-    ranks = {a.shape[0] for a, _ in pairs}
-    if len(ranks) > 1 or r in ranks:
-        return r
-    fused = [(module, pair) for module, pair in zip(modules, pairs, strict=True) if module.parts > 1]
-    if len(fused) == len(modules) and all(_filled_blocks(module, pair, r) is not None for module, pair in fused):
-        return r  # adapters of ours, several in each module
-    return ranks.pop()
+    if a.shape[0] != rank:
+        raise PlaitError(
+            f"{module.name} in {folder} has the rank {a.shape[0]}, and {ADAPTER_CONFIG} says {rank} (r, rank_pattern); "
+            "bring both files of one adapter"
+        )
 
 
 def _filled_blocks(module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> dict[int, slice] | None:
@@ -162,37 +225,33 @@ def _filled_blocks(module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -
     return found
 
 
-def _own_weights(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> dict[str, Tensor]:
-    """A and B of each linear layer of ours in one of PEFT's modules."""
+def _own_factors(module: PeftModule, pair: Factors, rank: int) -> dict[str, Factors]:
+    """A and B of each linear layer of ours in one of PEFT's modules. `rank` is that of each, where they are several
+    adapters of ours."""
     a, b = pair
-    weights = dict[str, Tensor]()
-    every = dict.fromkeys(module.targets, slice(None))
-    columns = every if a.shape[0] == rank else _filled_blocks(module, pair, rank)
-    if columns is None:
-        raise PlaitError(
-            f"{module.name} in {folder} has the rank {a.shape[0]} beside {rank} (rank_pattern), which plait does not "
-            "compute"
-        )
-    for part, target in module.targets.items():
-        rows = b[module.outputs_of(part, b.shape[0])]
-        own = a[columns[part]], rows[:, columns[part]]
-        name = f"layers.{module.layer}.{target}"
-        weights |= {f"{name}.{ADAPTER_A}": own[0].contiguous(), f"{name}.{ADAPTER_B}": own[1].contiguous()}
-    return weights
+    blocks = _filled_blocks(module, pair, rank) if module.parts > 1 else None
+    columns = blocks or dict.fromkeys(module.targets, slice(None))
+    return {
+        f"layers.{module.layer}.{target}": (a[columns[part]], b[module.outputs_of(part, b.shape[0]), columns[part]])
+        for part, target in module.targets.items()
+    }
 
 
-def _check_sizes(folder: Path, weights: Mapping[str, Tensor], rank: int, shape: ModelShape) -> None:
+def _check_sizes(folder: Path, factors: Mapping[str, Factors], shape: ModelShape) -> None:
     """Raise PlaitError, naming the first, where a weight does not fit the linear layer beside it."""
     sizes = weight_sizes(shape)
-    for name, weight in weights.items():
-        layer, _, letter = name.rpartition(".")
-        outputs, inputs = sizes[f"{layer}.weight"]
-        wanted = (rank, inputs) if letter == ADAPTER_A else (outputs, rank)
-        if tuple(weight.shape) != wanted:
-            raise PlaitError(
-                f"the adapter in {folder} is of another base: its {name} has the shape {list(weight.shape)}, and this "
-                f"model asks for {list(wanted)}; name the model that it was trained on"
-            )
+    for name, (a, b) in factors.items():
+        outputs, inputs = sizes[f"{name}.weight"]
+        for letter, found, wanted in (
+            (ADAPTER_A, a, (len(a), inputs)),
+            (ADAPTER_B, b, (outputs, len(a))),
+        ):
+            if tuple(found.shape) != wanted:
+                raise PlaitError(
+                    f"the adapter in {folder} is of another base: its {name}.{letter} has the shape "
+                    f"{list(found.shape)}, and this model asks for {list(wanted)}; name the model that it was trained "
+                    "on"
+                )
 
 
 def _refuse_not_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -205,8 +264,11 @@ def _refuse_not_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def _count(folder: Path, config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or not 0 < value < 2**20:
-        raise PlaitError(f"{key} in {folder / ADAPTER_CONFIG} is {value!r:.40}; it should be a whole number above 0")
-    return value
+def _known_quantization(folder: Path, kept: str) -> Quantization:
+    for known in get_args(Quantization):
+        if kept == known:
+            return known
+    raise PlaitError(
+        f"{folder / ADAPTER_WEIGHTS} was trained beside weights in {kept!r:.40}, which plait does not know; it knows "
+        + " and ".join(QUANTIZED_BLOCK_BYTES)
+    )

@@ -17,6 +17,8 @@ from plait.model.shape import ModelShape
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_KEY = "plait.base"
 """Key of the weights' metadata that holds the fingerprint of the base."""
+QUANTIZATION_KEY = "plait.quantization"
+"""Key of the weights' metadata that says in what the base was kept, where it was quantized."""
 ReadAdapter = Callable[[str], Tensor]
 """Our name of an adapter's weight to the whole of it."""
 
@@ -36,6 +38,8 @@ def write_adapter(
         a, b = _module_weights(module, read)
         tensors |= {module.key("A"): a.to(dtype).contiguous(), module.key("B"): b.to(dtype).contiguous()}
     metadata = {"format": "pt", **({BASE_KEY: fingerprint} if fingerprint else {})}
+    if adapter.quantization != "none":
+        metadata[QUANTIZATION_KEY] = adapter.quantization
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata=metadata)
 
 

@@ -88,7 +88,7 @@ def shape_of_config(config: ConfigValues) -> ModelShape:
     require(values, "is_causal", (True,))
     require(values, "per_layer_config", (None, {}))
     if values.get("quantization_config") is not None:
-        raise PlaitError("config.json is of quantized weights, which plait does not read; take the model in bf16")
+        raise _of_quantized_weights(values["quantization_config"])
     _refuse_unread(config, family)
     fields: dict[str, Any] = {}
     for part in family.parts:
@@ -122,6 +122,15 @@ def _refuse_unread(config: ConfigValues, family: Family) -> None:
                 f"{key} in config.json is {value!r:.40}, and models of the family {config['model_type']} have no such "
                 "part; bring the config.json of these weights, or remove the key"
             )
+
+
+def _of_quantized_weights(settings: object) -> PlaitError:
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    by = f" ({method[:20]})" if isinstance(method, str) else ""
+    return PlaitError(
+        f"config.json is of quantized weights{by}, which plait does not read; take the model in bf16 or float32, and "
+        'write finetune.method = "qlora" to keep it in 4 bits while it is tuned'
+    )
 
 
 def _without_aliases(config: ConfigValues, aliases: Mapping[str, str]) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class PeftModule:
         first = sum(self.outputs[:part])
         return slice(first, first + self.outputs[part])
 
+    @property
+    def magnitude_key(self) -> str:
+        """The name of DoRA's tensor [out] there."""
+        return f"{PEFT_PREFIX}{self.name}.lora_magnitude_vector"
+
     def key(self, letter: str) -> str:
         """The name of its tensor "A" or "B" in adapter_model.safetensors."""
         return f"{PEFT_PREFIX}{self.name}.lora_{letter}.weight"

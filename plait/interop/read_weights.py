@@ -26,6 +26,7 @@ from plait.interop.base_model import BaseModel, WeightPlace
 from plait.interop.tensor_files import ITEM_SIZES, StoredTensor
 from plait.model.gpt import GPT, reset_biases
 from plait.model.names import dims_of
+from plait.model.shape import weight_sizes
 from plait.model.weights import kept_values, stored_sizes
 from plait.partition.boxes import Box, whole_box
 
@@ -52,6 +53,13 @@ def read_boxes(base: BaseModel, boxes: Iterable[tuple[str, Box, Tensor]]) -> Non
                 assert dims_of(name)[0] == "vocabulary", name
                 mean = _mean_row(place, own, open_file)
                 tensor[rows:] = mean.narrow(0, box.offset[1], box.extent[1])
+
+
+def read_whole(base: BaseModel, name: str) -> Tensor:
+    """All of a weight, in float32."""
+    whole = torch.empty(weight_sizes(base.shape)[name])
+    read_boxes(base, [(name, whole_box(whole.shape), whole)])
+    return whole
 
 
 def load_model_from(base: BaseModel, sequence: int, device: torch.device) -> GPT:

@@ -21,6 +21,14 @@ AdapterTarget = Literal[
 AdapterVariant = Literal["lora", "rslora"]
 """What the scale divides alpha by: the rank, or its root (Kalajdzievski 2023), which keeps large ranks learning."""
 
+Quantization = Literal["none", "nf4", "int8"]
+"""In what the frozen matrices of layers are kept: in the numbers that they are multiplied in, or in blocks of four or
+eight bits (quantization.py)."""
+BLOCK = 64
+"""Numbers of a block."""
+QUANTIZED_BLOCK_BYTES: Mapping[Quantization, int] = {"nf4": BLOCK // 2 + 1, "int8": BLOCK + 4}
+"""Bytes of a block: its codes, and its scale in eight bits or in float32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
@@ -34,6 +42,8 @@ class AdapterShape:
     alpha: float
     targets: tuple[AdapterTarget, ...]
     variant: AdapterVariant = "lora"
+    quantization: Quantization = "none"
+    """Of all frozen matrices in layers, with an adapter or without (QLoRA)."""
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
@@ -42,6 +52,8 @@ class AdapterShape:
             raise PlaitError(f"an adapter's alpha is {self.alpha}; choose a number above 0")
         if self.variant not in get_args(AdapterVariant):
             raise PlaitError(f'an adapter\'s variant is {self.variant!r}; choose "lora" or "rslora"')
+        if self.quantization not in get_args(Quantization):
+            raise PlaitError(f'frozen weights are in {self.quantization!r}; choose "none", "nf4" or "int8"')
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise PlaitError("an adapter needs linear layers to adapt, each named once; name some")
         for target in self.targets:

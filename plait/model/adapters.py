@@ -17,6 +17,13 @@ def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) 
     return (weight.double() + scale * (lora_b.double() @ lora_a.double())).to(weight.dtype)
 
 
+def directed_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, magnitude: Tensor) -> Tensor:
+    """The weight [out, in] that alone gives what it gives together with a DoRA adapter (Liu et al. 2024): each row of
+    weight and product together, at the length that `magnitude` [out] says."""
+    rows = weight.double() + scale * (lora_b.double() @ lora_a.double())
+    return (magnitude.double().unsqueeze(1) / rows.norm(dim=1, keepdim=True) * rows).to(weight.dtype)
+
+
 @torch.no_grad()
 def merge_adapters(model: GPT) -> GPT:
     """A whole model without adapters that computes what this one computes, with weights of its own."""

@@ -4,6 +4,7 @@ adapter."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plait.model.adapter_shape import AdapterShape
+from plait.model.quantization import QuantizedPart, quantized_product, read_matrix
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., in], weight [out, in] and bias [out] or None to x @ weight.T + bias."""
 Around = Callable[[Multiply, Tensor, Tensor, Tensor | None], Tensor]
 """A function that calls the first argument with the others, changed or not, and does more before or after it."""
+ReadMatrix = Callable[[Tensor, torch.dtype], Tensor]
+"""A frozen weight as it is kept, and a dtype, to the matrix [out, in]."""
 
 
 class Linear(nn.Module):
@@ -24,7 +28,8 @@ class Linear(nn.Module):
 
     `product` may be replaced by a function with the same result: a zero-bubble pipeline delays the weight's gradient.
     `around` is what a parallelism does around the whole of it: tensor parallelism sums over ranks, once for the layer
-    and its adapter together.
+    and its adapter together. A quantized layer's `weight` is the blocks of `part`, beside which `scales` belong to the
+    whole matrix.
     """
 
     def __init__(self, width_in: int, width_out: int, *, bias: bool, adapter: AdapterShape | None = None) -> None:
@@ -36,6 +41,16 @@ class Linear(nn.Module):
         self.lora_b = None if adapter is None else nn.Parameter(torch.zeros(width_out, adapter.rank))
         self.product: Multiply = F.linear
         self.around: Around | None = None
+        self.part: QuantizedPart | None = None
+        self.scales: Tensor | None
+        self.register_buffer("scales", None, persistent=False)
+
+    def quantize(self, part: QuantizedPart) -> None:
+        """Keep this part of the weight in blocks from now on, which are yet to be filled."""
+        blocks = torch.empty(part.blocks, part.block_bytes, dtype=torch.uint8, device=self.weight.device)
+        self.weight = nn.Parameter(blocks, requires_grad=False)
+        self.scales = torch.empty(part.scales, device=self.weight.device)
+        self.part = part
 
     def forward(self, x: Tensor) -> Tensor:
         if self.around is None:
@@ -45,11 +60,19 @@ class Linear(nn.Module):
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's product with this weight and bias, and its adapter's share."""
         if self.lora_a is None or self.lora_b is None:
-            return self.product(x, weight, bias)
+            return self._own_product(x, weight, bias)
         if self.product is F.linear and x.device.type == "cpu" and not torch.compiler.is_compiling():
-            return adapted_product(x, weight, bias, self.lora_a, self.lora_b, self.scale)
+            read = None
+            if self.part is not None and self.scales is not None:
+                read = partial(read_matrix, scales=self.scales, part=self.part)
+            return adapted_product(x, weight, bias, self.lora_a, self.lora_b, self.scale, read)
         low = self.product(x, self.lora_a, None) * self.scale
-        return self.product(x, weight, bias) + self.product(low, self.lora_b, None)
+        return self._own_product(x, weight, bias) + self.product(low, self.lora_b, None)
+
+    def _own_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.part is None or self.scales is None:
+            return self.product(x, weight, bias)
+        return quantized_product(x, weight, bias, self.scales, self.part)
 
 
 HALF_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,32 +93,52 @@ def to_compute_precision(x: Tensor) -> Tensor:
 
 
 def adapted_product(
-    x_ni: Tensor, weight_oi: Tensor, bias_o: Tensor | None, a_ri: Tensor, b_or: Tensor, scale: float
+    x_ni: Tensor,
+    weight: Tensor,
+    bias_o: Tensor | None,
+    a_ri: Tensor,
+    b_or: Tensor,
+    scale: float,
+    read: ReadMatrix | None = None,
 ) -> Tensor:
     """x @ weight.T + bias + scale · (x @ a.T) @ b.T, in autocast's dtype where autocast is on. Gradients reach `x`, `a`
-    and `b` alone. Differentiable once."""
+    and `b` alone. Differentiable once. The weight is a matrix [o, i], or what `read` makes one of, once in each
+    pass."""
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x_ni.dtype
     # The casts stand outside, so that autograd casts gradients back.
-    x, weight, a, b = (one.to(dtype) for one in (x_ni, weight_oi, a_ri, b_or))
+    x, a, b = (one.to(dtype) for one in (x_ni, a_ri, b_or))
+    weight = weight.to(dtype) if read is None else weight
     bias = None if bias_o is None else bias_o.to(dtype)
     with torch.autocast("cpu", enabled=False):
-        result: Tensor = _AdaptedProduct.apply(x, weight, bias, a, b, scale)  # type: ignore[assignment]
+        result: Tensor = _AdaptedProduct.apply(x, weight, bias, a, b, scale, read)  # type: ignore[assignment]
     return result
 
 
 class _AdaptedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        read: ReadMatrix | None,
+    ) -> Tensor:
         low_nr = F.linear(x, a).mul(scale)
         ctx.save_for_backward(x, weight, a, b, low_nr)
-        ctx.scale = scale
+        ctx.scale, ctx.read = scale, read
+        weight_oi = weight if read is None else read(weight, x.dtype)
         # Not in place: selective recompute keeps what a product gave as it is.
-        return torch.addmm(F.linear(x, weight, bias), low_nr, b.t())
+        return torch.addmm(F.linear(x, weight_oi, bias), low_nr, b.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (grad,), (x, weight, a, b, low_nr) = grads, ctx.saved_tensors
-        grad_low = (grad @ b).mul_(ctx.scale)
-        grad_x = (grad @ weight).addmm_(grad_low, a) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, grad_low.t() @ x, grad.t() @ low_nr, None
+        grad_low, grad_x = (grad @ b).mul_(ctx.scale), None
+        if ctx.needs_input_grad[0]:
+            weight_oi = weight if ctx.read is None else ctx.read(weight, grad.dtype)
+            grad_x = (grad @ weight_oi).addmm_(grad_low, a)
+        return grad_x, None, None, grad_low.t() @ x, grad.t() @ low_nr, None, None

@@ -232,6 +232,8 @@ class ModelShape:
         for one in (values.get("rope"), (values.get("window_rope") or {}).get("scaling")):
             if one and not one["long_factors"]:
                 del one["long_factors"], one["short_factors"]  # later fields
+        if self.adapter is not None and self.adapter.quantization == "none":
+            del values["adapter"]["quantization"]  # a later field
         return values
 
     @classmethod

@@ -79,6 +79,12 @@ def is_trained(name: str, shape: ModelShape) -> bool:
     return shape.adapter is None or is_adapter(name)
 
 
+def is_quantized(name: str, shape: ModelShape) -> bool:
+    """Whether a weight is kept in blocks of few bits: the frozen matrices of layers are, where the shape says so."""
+    adapter = shape.adapter
+    return adapter is not None and adapter.quantization != "none" and is_hidden_matrix(name)
+
+
 def heads_in(part: ModelPart, shape: ModelShape) -> tuple[int, ...]:
     """The heads in the middle that stand in a part of the model, by the numbers of layers before them."""
     return tuple(after for after in shape.objectives.heads if after - 1 in part.layers)

@@ -11,7 +11,7 @@ from plait.model.gpt import GPT
 from plait.parallel.compile import compile_layers
 from plait.parallel.context.attention import context
 from plait.parallel.expert import hold_experts
-from plait.parallel.frozen import round_frozen
+from plait.parallel.frozen import quantize_frozen, round_frozen
 from plait.parallel.materialize import materialize
 from plait.parallel.pipeline import keep_at_one_end, pipeline
 from plait.parallel.recompute import recompute
@@ -40,6 +40,7 @@ STAGES: tuple[ParallelStage, ...] = (
     ParallelStage(axis="context", apply=context, reason="replaces attention's core, whatever heads are left to it"),
     ParallelStage(axis="", apply=recompute, reason="wraps layers with all communication that they repeat"),
     ParallelStage(axis="", apply=compile_layers, reason="sees the layers' final code"),
+    ParallelStage(axis="", apply=quantize_frozen, reason="keeps blocks of whatever part the other ranks leave"),
     ParallelStage(axis="", apply=round_frozen, reason="before parameters are split: their dtypes are fixed there"),
     ParallelStage(axis="shard", apply=shard, reason="splits parameters before they take memory"),
     ParallelStage(axis="", apply=materialize, reason="real memory for what this rank holds, and no more"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.errors import PlaitError
 from plait.model.gpt import GPT
 from plait.model.names import EMBEDDING, HEAD, is_hidden_matrix
-from plait.model.weights import describe_weight
+from plait.model.weights import describe_weight, is_quantized
 from plait.parallel.collectives import all_gather, expect_others, send_own
 from plait.parallel.gradient_buckets import (
     BUCKET_BYTES,
@@ -40,7 +40,7 @@ from plait.parallel.reduction import (
 )
 from plait.parallel.sharded_model import OptimizerUnit, ShardedModel
 from plait.parallel.watched import WATCH, PendingSpan
-from plait.partition.boxes import is_shared_out, ranks_sharing, ranks_splitting, weight_boxes
+from plait.partition.boxes import is_shared_out, ranks_sharing, ranks_splitting, weight_boxes, whole_box
 from plait.partition.execution import Execution
 
 ProcessGroups = Mapping[RankSet, dist.ProcessGroup]
@@ -215,6 +215,8 @@ def shared_weights(sharded: ShardedModel, execution: Execution) -> list[SharedWe
             decays = describe_weight(name, execution.shape).decays
             split = ranks_splitting(layout, name, rank) if is_shared_out(name, layout) else None
             whole = execution.whole_updates == "hidden matrices" and is_hidden_matrix(name)
+            if is_quantized(name, execution.shape):
+                box = whole_box(parameter.shape)
             weights.append(
                 SharedWeight(
                     name=name,

@@ -13,6 +13,7 @@ from plait.partition.boxes import Box, whole_box
 
 if TYPE_CHECKING:  # people's own programs need none of plait's models
     from plait.model.gpt import GPT
+from plait.model.linear import Linear
 
 Forward = Callable[["GPT", Any, Tensor | None], Tensor]
 """Runs a micro-batch through a chunk: takes the previous chunk's stream, if there is one, and returns the next."""
@@ -140,7 +141,8 @@ WHOLE_VOCABULARY = WholeVocabulary()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldWeight:
-    """A rectangle of a weight in this rank's memory, to be filled or loaded; a frozen one is in no checkpoint."""
+    """A rectangle of a weight in this rank's memory, to be filled or loaded; a frozen one is in no checkpoint. Of a
+    quantized one the rectangle is of its layer's blocks, [blocks, bytes]."""
 
     name: str
     tensor: Tensor
@@ -201,6 +203,12 @@ class ShardedModel:
         """The parameters of all chunks, by their names in the whole model."""
         for chunk in self.chunks:
             yield from chunk.named_parameters()
+
+
+def quantized_layers(sharded: ShardedModel) -> dict[str, Linear]:
+    """The layers whose weights this rank keeps in blocks, by the weights' names."""
+    layers = (pair for chunk in sharded.chunks for pair in chunk.named_modules())
+    return {f"{path}.weight": one for path, one in layers if isinstance(one, Linear) and one.part is not None}
 
 
 def unsharded(model: GPT) -> ShardedModel:

@@ -9,7 +9,9 @@ from pydantic import Field, model_validator
 from plait.recipe.section import RecipeSection
 from plait.recipe.values import Auto, Width
 
-FinetuneMethod = Literal["full", "lora"]
+FinetuneMethod = Literal["full", "lora", "qlora"]
+ADAPTER_METHODS: tuple[FinetuneMethod, ...] = ("lora", "qlora")
+"""The methods that train adapters alone."""
 FinetuneObjective = Literal["sft", "dpo"]
 _LORA_KEYS = ("rank", "alpha", "targets", "variant")
 
@@ -18,7 +20,9 @@ class FinetuneSection(RecipeSection):
     """[finetune]: tune the model in `model.from`: all of its weights, or small adapters beside them."""
 
     method: FinetuneMethod | Auto = "auto"
-    """"full": all weights learn; "lora": adapters of low rank, the rest is frozen; "auto": all, as in training on."""
+    """Which weights learn: all ("full", "auto"), or adapters ("lora"), beside matrices of 4 or 8 bits ("qlora")."""
+    quantization: Literal["nf4", "int8"] = "nf4"
+    """QLoRA's: what the frozen matrices of layers are kept in, blocks of 4.1 or of 8.5 bits a number."""
     rank: Width | Auto = "auto"
     """LoRA's r: the inner width of an adapter."""
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
@@ -44,6 +48,8 @@ class FinetuneSection(RecipeSection):
     @model_validator(mode="after")
     def _check_method(self) -> Self:
         named = [key for key in _LORA_KEYS if getattr(self, key) != type(self).model_fields[key].default]
-        if named and self.method != "lora":
+        if named and self.method not in ADAPTER_METHODS:
             raise ValueError(f'{named[0]} is LoRA\'s; write method = "lora", or take {named[0]} out')
+        if self.quantization != type(self).model_fields["quantization"].default and self.method != "qlora":
+            raise ValueError('quantization is QLoRA\'s; write method = "qlora", or take quantization out')
         return self

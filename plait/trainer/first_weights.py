@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +15,14 @@ from torch import Tensor
 from plait.errors import RunFailed
 from plait.interop.base_fingerprint import base_fingerprint
 from plait.interop.base_model import BaseModel, read_base_model
-from plait.interop.read_weights import read_boxes
+from plait.interop.read_weights import read_boxes, read_whole
 from plait.model.gpt import mixtures_of
 from plait.model.init import AdapterStart, first_value
 from plait.model.names import BALANCE
+from plait.model.quantization import dequantized, quantize
 from plait.model.shape import ModelShape
-from plait.parallel.sharded_model import HeldWeight, ShardedModel
+from plait.model.weights import is_quantized
+from plait.parallel.sharded_model import HeldWeight, ShardedModel, quantized_layers
 from plait.partition.boxes import Box, whole_box
 from plait.planner.plan import Plan
 
@@ -32,17 +35,43 @@ def fill_first_weights(sharded: ShardedModel, plan: Plan, seed: int, *, which: W
     """Fill this rank's weights as the plan says: all of them, or those alone that no checkpoint has. Raises PlaitError
     where the model's folder is not as it was planned with."""
     held = [one for one in sharded.weights if which == "all" or not one.trained]
-    if not held:
+    if not held and not quantized_layers(sharded):
         return
+    shape = plan.job.shape
+    quantized = [one for one in held if is_quantized(one.name, shape)]
+    held = [one for one in held if not is_quantized(one.name, shape)]
     if not plan.job.base:  # an adapter of a model that nobody trained is there to be proven
-        initialize_weights(held, plan.job.shape, seed, "changed")
+        initialize_weights(held, shape, seed, "changed")
+        _fill_quantized(quantized, sharded, shape, lambda name: first_value(name, shape, seed, "changed"))
         return
     base = read_base_model(Path(plan.job.base))
     check_base(base, plan)
+    _fill_quantized(quantized, sharded, shape, partial(read_whole, base))
     read_boxes(base, ((one.name, one.box, one.tensor) for one in held if one.name in base.places))
     if which == "all":
         read_boxes(base, _biases_in(base, sharded))
     initialize_weights([one for one in held if one.name not in base.places], plan.job.shape, seed)
+
+
+@torch.no_grad()
+def _fill_quantized(
+    weights: Iterable[HeldWeight], sharded: ShardedModel, shape: ModelShape, read: Callable[[str], Tensor]
+) -> None:
+    """Fill weights that are kept in blocks, one after the other, each from the whole matrix: no rank has more than one
+    in float32 at a time. A rank without stages keeps plain matrices of the same numbers."""
+    if shape.adapter is None:
+        return
+    layers, held = quantized_layers(sharded), {one.name: one for one in weights}
+    # A rank with none of a matrix's blocks multiplies with those that it gathers, and so it needs their scales.
+    for name in dict.fromkeys((*held, *layers)):
+        matrix, layer, one = read(name), layers.get(name), held.get(name)
+        if layer is None or layer.part is None or layer.scales is None:
+            held[name].tensor.copy_(dequantized(matrix, shape.adapter.quantization))
+            continue
+        found = quantize(matrix, shape.adapter.quantization)
+        layer.scales.copy_(found.scales)
+        if one is not None:
+            one.tensor.copy_(layer.part.cut(found).narrow(0, one.box.offset[0], one.box.extent[0]))
 
 
 def _biases_in(base: BaseModel, sharded: ShardedModel) -> Iterable[tuple[str, Box, Tensor]]:

@@ -61,14 +61,16 @@ def run(home: Place, *arguments: str) -> Ended:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_trained_measured_and_handed_on(home: Place, run_warm: RunWarm) -> None:
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_an_adapter_is_trained_measured_and_handed_on(method: str, home: Place, run_warm: RunWarm) -> None:
     def told(*arguments: str) -> str:
         found = run_warm(home, *arguments)
         assert found.code == 0, found
         return found.out
 
+    (home.folder / "go.toml").write_text(RECIPE.replace('"lora"', f'"{method}"'))
     start = run(home, "train", "go.toml").out
-    assert "learn (lora, rank 4)" in start
+    assert ("learn (lora, rank 4)" if method == "lora" else "learn (lora, rank 4, beside nf4)") in start
     before, after = (json.loads(told("eval", "go", *more)) for more in (("--adapter", "none"), ()))
     assert before["tokens"] == after["tokens"] and after["nats_per_token"] < before["nats_per_token"] - 0.1
     told("export", "go", "--to", "adapter", "--adapter")
@@ -77,6 +79,8 @@ def test_an_adapter_is_trained_measured_and_handed_on(home: Place, run_warm: Run
     texts = told("sample", "go", "--prompt", "yes?", "--tokens", "4", "--adapter", "none", "--adapter", "go")
     assert texts.count("adapter  none\nyes?") == texts.count("adapter  go\nyes?") == 1
     told("export", "go", "--to", "merged", "--merged")
+    whole = json.loads(told("eval", "merged", "--heldout-of", "go"))
+    assert whole["nats_per_token"] == pytest.approx(after["nats_per_token"], rel=1e-5)
     theirs = AutoModelForCausalLM.from_pretrained(home.folder / "merged")
     with torch.no_grad():
         assert torch.isfinite(theirs(torch.tensor([[1, 2, 3]])).logits).all()
@@ -102,7 +106,9 @@ def test_kill_9_and_go_on_bit_for_bit(home: Place) -> None:
 
 
 @pytest.mark.slow
-def test_one_worker_goes_on_with_the_adapter_that_two_trained(home: Place) -> None:
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_one_worker_goes_on_with_the_adapter_that_two_trained(method: str, home: Place) -> None:
+    (home.folder / "go.toml").write_text(RECIPE.replace('"lora"', f'"{method}"'))
     # At the recipe's rate the last bits, in which two workers differ from one, grow to 6e-4 within these steps.
     fixed = ("optimizer.schedule=constant", "optimizer.warmup_steps=2", "optimizer.lr=0.002", "--no-check")
     run(home, "train", "go.toml", "run.name=two", "train.budget=12 steps", *fixed)

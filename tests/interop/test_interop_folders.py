@@ -131,7 +131,11 @@ CASES: dict[str, tuple[Break, str]] = {
         two_sets,
         "holds two sets of weights: model.safetensors, and the files that model.safetensors.index.json names; remove",
     ),
-    "quantized": (config(quantization_config={"bits": 4}), "is of quantized weights"),
+    "quantized": (config(quantization_config={"bits": 4}), "is of quantized weights, which plait does not read; take"),
+    "quantized by AWQ": (
+        config(quantization_config={"quant_method": "awq", "bits": 4}),
+        r"is of quantized weights \(awq\), which plait does not read; take the model in bf16 .*method = \"qlora\"",
+    ),
     "too many layers": (config(num_hidden_layers=5), r"lacks the weight model.layers.4.input_layernorm.weight"),
     "too few layers": (config(num_hidden_layers=3), r"has a weight model.layers.3.* that its config.json does not ask"),
     "another width": (config(intermediate_size=40), r"has the shape \[48, 32\], and config.json asks for \[40, 32\]"),

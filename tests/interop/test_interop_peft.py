@@ -130,6 +130,62 @@ def test_what_peft_wrote_is_read(tmp_path: Path, seed: int) -> None:
     torch.testing.assert_close(own, wanted, rtol=0, atol=2e-4)
 
 
+PATTERNS: dict[str, dict[str, Any]] = {
+    "ranks": {"rank_pattern": {"v_proj": 2, "layers.1.self_attn.o_proj": 3}},
+    "alphas": {"alpha_pattern": {"(q|k)_proj": 9, "layers.0.mlp.down_proj": 1}},
+    "both, by roots": {
+        "rank_pattern": {"k_proj": 3},
+        "alpha_pattern": {"k_proj": 2, "up_proj": 30},
+        "use_rslora": True,
+    },
+    "dora": {"use_dora": True, "rank_pattern": {"v_proj": 2}},
+    "some layers": {
+        "layers_to_transform": [0],
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    },
+    "some modules of some layers": {"layers_to_transform": [0], "target_modules": ["q_proj", "down_proj"]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("seed", [0, 1, 3], ids=["gpt2", "llama", "qwen2"])
+def test_what_peft_wrote_with_patterns_is_read(tmp_path: Path, seed: int, name: str) -> None:
+    peft = pytest.importorskip("peft")
+    base = saved_base(tmp_path / "base", seed)
+    options = {"target_modules": "all-linear", "init_lora_weights": False, **PATTERNS[name]}
+    if seed == 0 and isinstance(options["target_modules"], list):
+        options["target_modules"] = ["c_attn", "c_fc"]
+    theirs = peft.get_peft_model(random_model(random_config(seed)), peft.LoraConfig(r=4, lora_alpha=6, **options))
+    for key, weight in theirs.named_parameters():
+        if "magnitude" in key:  # else each row would keep the length that it has
+            weight.data *= torch.linspace(0.5, 1.5, len(weight.flatten())).view(weight.shape)
+    theirs.eval().save_pretrained(tmp_path / "adapter")
+    found = read_adapter(tmp_path / "adapter", base.family, base.shape)
+    with torch.no_grad():
+        wanted = theirs(TOKENS_BT).logits.flatten(0, 1)
+    model = load_model_from(base, SEQUENCE, CPU)
+    torch.testing.assert_close(logits_of(with_adapter(model, found)), wanted, rtol=0, atol=2e-4)
+    merged = with_adapter(model, found)
+    merged = merged if found.magnitudes else merge_adapters(merged)
+    torch.testing.assert_close(logits_of(merged), wanted, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("key", "factor"), [("self_attn.q_proj", 5.0), ("layers.0.self_attn.q_proj", 2.0)])
+def test_a_module_with_an_alpha_of_its_own_has_a_larger_b(
+    tmp_path: Path, llama: BaseModel, key: str, factor: float
+) -> None:
+    adapter = random_adapter(llama)
+    folder = written(tmp_path / "adapter", llama, adapter)
+    config(alpha_pattern={key: 5.0 * factor})(folder)
+    found = read_adapter(folder, llama.family, llama.shape)
+    times = {name: found.shape.scale * found.weights[name] for name in found.weights if name.endswith("lora_b")}
+    for name, weight in times.items():
+        own = "attention.q." in name and (key.startswith("self") or name.startswith("layers.0."))
+        wanted = adapter.shape.scale * (factor if own else 1.0) * adapter.weights[name]
+        torch.testing.assert_close(weight, wanted)
+
+
 Break = Callable[[Path], None]
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -165,7 +221,11 @@ CASES: dict[str, tuple[Break, str]] = {
         "not usable",
     ),
     "another kind": (config(peft_type="IA3"), "is of the kind IA3, and plait reads LORA alone"),
-    "dora": (config(use_dora=True), "use_dora in .* is True, which plait does not compute"),
+    "dora": (config(use_dora=True), "lacks .*lora_magnitude_vector; bring the whole file"),
+    "a magnitude without dora": (
+        tensors(lambda found: found.update({f"{FIRST}.lora_magnitude_vector": torch.ones(4)})),
+        r"is of another base: it has .*lora_magnitude_vector",
+    ),
     "weights that PEFT changed": (
         config(init_lora_weights="pissa_niter_4"),
         "init_lora_weights in .* is 'pissa_niter_4'.*convert it to plain LoRA with PEFT's path_initial_model_for_weig",
@@ -182,14 +242,10 @@ CASES: dict[str, tuple[Break, str]] = {
         config(alpha_pattern={".*": 0}),
         "alpha_pattern in .* is 0; it should be a number above",
     ),
-    "unlike scales by a longer name": (config(alpha_pattern={"self_attn.q_proj": 99.0}), "its modules unlike scales"),
-    "unlike scales of one layer": (config(alpha_pattern={"layers.0.self_attn.q_proj": 9.0}), "its modules unlike scal"),
-    "unlike scales by an expression": (config(alpha_pattern={"(q|k)_proj": 9.0}), "gives its modules unlike scales"),
     "biases": (config(bias="all"), "bias in .* is all, which plait does not compute"),
     "whole modules": (config(modules_to_save=["lm_head"]), "modules_to_save in .* which plait does not compute"),
     "no rank": (config(r=0), "r in .* is 0; it should be a whole number above 0"),
     "no alpha": (config(lora_alpha="much"), "lora_alpha in .* is 'much'; it should be a number above 0"),
-    "unlike scales": (config(alpha_pattern={"q_proj": 99.0}), "gives its modules unlike scales"),
     "a file that is cut off": (cut, "is damaged"),
     "no tensor": (tensors(lambda found: found.clear()), "is empty: the adapter was saved without its weights"),
     "half of a module": (tensors(lambda found: found.pop(f"{FIRST}.lora_B.weight")), "lacks base_model.*q_proj.lora_B"),
@@ -215,7 +271,7 @@ CASES: dict[str, tuple[Break, str]] = {
                 {f"{FIRST}.lora_A.weight": torch.ones(4, 4), f"{FIRST}.lora_B.weight": torch.ones(4, 4)}
             )
         ),
-        "has the rank 4 beside 3",
+        r"has the rank 4, and adapter_config.json says 3 \(r, rank_pattern\)",
     ),
 }
 

@@ -115,6 +115,7 @@ def test_frozen_products_cost_two_thirds() -> None:
         ({"targets": ("attention.q", "attention.q")}, "each named once"),
         ({"targets": ("head",)}, "target is 'head', which is no linear layer; choose among attention.q, "),
         ({"variant": "other"}, "variant is 'other'; choose"),
+        ({"quantization": "fp4"}, 'frozen weights are in \'fp4\'; choose "none", "nf4" or "int8"'),
     ],
 )
 def test_an_adapter_that_cannot_be_is_refused(values: dict[str, Any], sentence: str) -> None:
@@ -132,6 +133,9 @@ def test_a_layer_that_a_model_does_not_have_is_refused() -> None:
 def test_json_brings_an_adapter_back() -> None:
     assert ModelShape.from_dict(json.loads(json.dumps(EVERYTHING.to_dict()))) == EVERYTHING
     assert "adapter" not in SHAPE.to_dict()
+    assert EVERYTHING.adapter is not None and "quantization" not in EVERYTHING.to_dict()["adapter"]
+    quantized = replace(EVERYTHING, adapter=replace(EVERYTHING.adapter, quantization="nf4"))
+    assert ModelShape.from_dict(json.loads(json.dumps(quantized.to_dict()))) == quantized
 
 
 def test_the_scale_is_alpha_over_the_rank_or_its_root() -> None:

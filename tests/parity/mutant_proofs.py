@@ -20,7 +20,7 @@ from plait.commands.verifying.small_model import requested_layout, requested_sha
 from plait.launch.values.copies import CopiesByStep
 from plait.launch.values.job import Job, JobResult, RankContext
 from plait.layout import Layout
-from plait.model.adapter_shape import AdapterShape
+from plait.model.adapter_shape import AdapterShape, Quantization
 from plait.model.shape import linear_layers
 from plait.planner.plan import Plan
 from plait.proof import Verdict
@@ -100,11 +100,12 @@ def verdict_of_muon(asked: list[str]) -> dict[str, Any]:
     return _proven(config, plan, "all")
 
 
-def verdict_of_adapter(degrees: dict[str, int]) -> dict[str, Any]:
+def verdict_of_adapter(degrees: dict[str, Any], quantization: Quantization = "none") -> dict[str, Any]:
     """The proof of the recipe's model with an adapter."""
     config = _config(())
     shape, _ = requested_layout(config)
-    shape = replace(shape, adapter=AdapterShape(rank=4, alpha=8.0, targets=linear_layers(shape)))
+    adapter = AdapterShape(rank=4, alpha=8.0, targets=linear_layers(shape), quantization=quantization)
+    shape = replace(shape, adapter=adapter)
     return _proven(config, shrunk_plan(config, shape, Layout(**degrees)))
 
 

@@ -78,10 +78,15 @@ ADAPTER_SHOWN_BY = {
     "one-rank-without-adapter": {"tensor": 2},
 }
 """The same for mutants that only a model with an adapter shows."""
+QUANTIZED_SHOWN_BY: dict[str, dict[str, Any]] = {
+    "gathered-blocks-begin-alike": {"shard": 2, "shard_what": "parameters"},
+    "columns-begin-alike": {"tensor": 2},
+}
+"""The same for mutants that only quantized weights show."""
 
 
 def test_every_mutant_has_its_layout() -> None:
-    assert {path.stem for path in MUTANTS.glob("*.patch")} == set(SHOWN_BY) | set(ADAPTER_SHOWN_BY)
+    assert {path.stem for path in MUTANTS.glob("*.patch")} == {*SHOWN_BY, *ADAPTER_SHOWN_BY, *QUANTIZED_SHOWN_BY}
     assert len(SHIPPED) == 6 and set(SHIPPED) < set(SHOWN_BY)
 
 
@@ -95,6 +100,13 @@ def test_a_mutant_is_caught(name: str, call_mutant: CallMutant) -> None:
 @pytest.mark.parametrize("name", ADAPTER_SHOWN_BY)
 def test_a_mutant_of_adapters_is_caught(name: str, call_mutant: CallMutant) -> None:
     assert not call_mutant(MUTANTS / f"{name}.patch", "verdict_of_adapter", ADAPTER_SHOWN_BY[name])["ok"]
+
+
+@pytest.mark.parametrize("name", QUANTIZED_SHOWN_BY)
+def test_a_mutant_of_quantized_weights_is_caught(name: str, call_mutant: CallMutant) -> None:
+    degrees = QUANTIZED_SHOWN_BY[name]
+    assert not call_mutant(MUTANTS / f"{name}.patch", "verdict_of_adapter", degrees, "nf4")["ok"]
+    assert call_mutant(None, "verdict_of_adapter", degrees, "nf4")["ok"]
 
 
 @pytest.mark.parametrize("degree", ["replicate", "tensor"])

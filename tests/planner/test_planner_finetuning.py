@@ -48,6 +48,22 @@ def test_lora_learns_ten_times_as_fast_as_all_weights_do(tmp_path: Path) -> None
     assert "Llama 2" in reasons(full, "peak learning rate 2e-05")
 
 
+def test_qlora_is_lora_beside_few_bits(tmp_path: Path) -> None:
+    lora, qlora = (planned(tuned(tmp_path, method=way), CHATS, LAPTOP) for way in ("lora", "qlora"))
+    assert adapter_of(qlora) == replace(adapter_of(lora), quantization="nf4")
+    assert qlora.job.optimizer == lora.job.optimizer and qlora.job.steps == lora.job.steps
+    assert "frozen matrices in nf4: 4.12 bits a number, 52" in reasons(qlora, "frozen matrices")
+    eight = planned(tuned(tmp_path, "finetune.quantization=int8", method="qlora"), CHATS, LAPTOP)
+    assert adapter_of(eight).quantization == "int8"
+
+
+def test_what_qlora_does_not_go_with_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(PlaitError, match='quantization is QLoRA\'s; write method = "qlora", or take quantization out'):
+        tuned(tmp_path, "finetune.quantization=int8")
+    with pytest.raises(PlaitError, match=r'has nothing to update: finetune.method = "qlora" trains adapters alone'):
+        planned(tuned(tmp_path, "optimizer.kind=muon", method="qlora"), CHATS, LAPTOP)
+
+
 def test_a_step_holds_so_many_examples_and_the_run_three_epochs(tmp_path: Path) -> None:
     full, lora = (planned(tuned(tmp_path, "train.sequence=256", method=way), CHATS, LAPTOP) for way in ("full", "lora"))
     assert full.batch_tokens == pytest.approx(64 * 45, rel=0.15) and lora.batch_tokens == pytest.approx(
@@ -186,7 +202,7 @@ def test_targets_may_have_peft_names(names: list[str], shape: ModelShape, meant:
         (("finetune.rank=200",), r"finetune.rank = 200 is above the 192 of attention.k's smaller side.*at most 192"),
         (("finetune.method=full", "finetune.rank=8"), 'finetune is not usable: rank is LoRA\'s; write method = "lora"'),
         (("finetune.method=auto", "finetune.variant=rslora"), "variant is LoRA's"),
-        (("finetune.method=dora",), 'finetune.method is not usable: it should be "full" or "lora" or "auto"'),
+        (("finetune.method=dora",), 'finetune.method is not usable: it should be "full", "lora" or "qlora" or "auto"'),
         (("finetune.targets=[]",), "finetune.targets is not usable"),
         (("finetune.rnk=8",), r"finetune.rnk is not a key of the recipe; did you mean finetune.rank\?"),
     ],

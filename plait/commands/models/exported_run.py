@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,11 +19,13 @@ from plait.data.preparation.whole import TEMPLATE_FILE
 from plait.data.shards import Corpus
 from plait.errors import PlaitError
 from plait.interop.base_model import BaseModel
-from plait.interop.read_weights import read_boxes
+from plait.interop.read_weights import read_boxes, read_whole
 from plait.interop.write_weights import ReadPart
 from plait.model.adapters import merged_weight
 from plait.model.names import ADAPTER_A, ADAPTER_B
+from plait.model.quantization import dequantized
 from plait.model.shape import weight_sizes
+from plait.model.weights import is_quantized
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.run_folder import RunFolder
@@ -52,15 +55,28 @@ def find_exported(folder: RunFolder, plan: Plan) -> ExportedRun:
 
 
 def merged_reader(source: ExportedRun) -> ReadPart:
-    """A function that reads rectangles of the run's whole weights, an adapter's product added in float64."""
+    """A function that reads rectangles of the run's whole weights, an adapter's product added in float64 to the base
+    as the run computed with it: dequantized where it was quantized."""
     path, manifest, base, adapter = source.found.path, source.found.manifest, source.base, source.plan.job.shape.adapter
     if base is None or adapter is None:
         return lambda name, offset, extent: read_slice(path, manifest, f"model/{name}", offset, extent)
-    sizes, trained = weight_sizes(source.plan.job.shape), {part.tensor for part in manifest.parts}
+    shape = source.plan.job.shape
+    sizes, trained = weight_sizes(shape), {part.tensor for part in manifest.parts}
 
-    def read(name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
+    @lru_cache(maxsize=1)
+    def trained_beside(name: str) -> Tensor:
+        return dequantized(read_whole(base, name), adapter.quantization)
+
+    def read_base(name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
+        if is_quantized(name, shape):
+            top, left = offset
+            return trained_beside(name)[top : top + extent[0], left : left + extent[1]]
         own = torch.empty(extent)
         read_boxes(base, [(name, Box(shape=sizes[name], offset=offset, extent=extent), own)])
+        return own
+
+    def read(name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
+        own = read_base(name, offset, extent)
         layer = name.rpartition(".")[0]
         if name != f"{layer}.weight" or f"model/{layer}.{ADAPTER_A}" not in trained:
             return own

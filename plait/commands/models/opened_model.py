@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from plait.interop.adapter_in import LoadedAdapter, read_adapter, with_adapter
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import load_model_from
 from plait.machines.requested_workers import RequestedDevices
+from plait.model.adapter_shape import Quantization
 from plait.model.gpt import GPT
+from plait.model.quantization import quantize_in_place
 from plait.model.weights import trained_weights
 from plait.trainer.checkpointing.persist import load_weights
 from plait.working_folder import WorkingFolder
@@ -50,14 +53,22 @@ def open_model(
 
 
 def open_each(name: str, adapters: Sequence[str], working: WorkingFolder) -> Iterator[OpenedModel]:
-    """The model with each of these adapters in turn; its own weights are in memory once. Raises PlaitError, before the
-    first, for one that is not there or does not fit."""
+    """The model with each of these adapters in turn; its own weights are in memory once, and once more for adapters
+    that were trained beside quantized ones. Raises PlaitError, before the first, for one that is not there or does not
+    fit."""
     plain = find_model(name, working, adapter=NO_ADAPTER)
     found = [with_stored_adapter(plain, one, working) for one in adapters]
     opened, base = _opened(plain), read_base_model(Path(plain.stored.path))
+    bases: dict[Quantization, GPT] = {"none": opened.model}
     for one in found:
-        adapter = one.stored.adapter
-        model = opened.model if adapter is None else with_adapter(opened.model, load_adapter(adapter, base))
+        model = opened.model
+        if one.stored.adapter is not None:
+            adapter = load_adapter(one.stored.adapter, base)
+            kept = adapter.shape.quantization
+            if kept not in bases:
+                bases[kept] = deepcopy(opened.model)
+                quantize_in_place(bases[kept].layers, kept)
+            model = with_adapter(bases[kept], adapter)
         yield replace(opened, model=model, origin=one.origin)
 
 
@@ -89,7 +100,12 @@ def load_stored(stored: StoredModel, device: torch.device) -> GPT:
     if stored.kind == "folder":
         base = read_base_model(path)
         model = load_model_from(base, stored.shape.sequence, device)
-        return model if stored.adapter is None else with_adapter(model, load_adapter(stored.adapter, base))
+        if stored.adapter is None:
+            return model
+        adapter = load_adapter(stored.adapter, base)
+        if adapter.shape.quantization != "none":
+            quantize_in_place(model.layers, adapter.shape.quantization)
+        return with_adapter(model, adapter)
     model = GPT(stored.shape)
     load_weights(model, path, read_manifest(path))
     return model.to(device).eval()

@@ -63,9 +63,10 @@ def _adapter_text(shape: ModelShape) -> str:
     """How many weights learn, if only an adapter does; else empty."""
     if shape.adapter is None:
         return ""
-    return (
-        f"; {format_count(trained_parameter_count(shape))} learn ({shape.adapter.variant}, rank {shape.adapter.rank})"
-    )
+    kept = shape.adapter.quantization
+    beside = "" if kept == "none" else f", beside {kept}"
+    learn = format_count(trained_parameter_count(shape))
+    return f"; {learn} learn ({shape.adapter.variant}, rank {shape.adapter.rank}{beside})"
 
 
 def mixture_text(shape: ModelShape) -> str:

@@ -15,6 +15,7 @@ from plait.interop.small_files import CONFIGS, LICENCES, TOKENIZER, copy_small_f
 from plait.planner.derive.adapters import refuse_pairs
 from plait.planner.derive.model_size import BaseFacts
 from plait.private_folder import make_private_folder
+from plait.recipe.finetune import ADAPTER_METHODS
 from plait.recipe.schema import RunConfig
 from plait.units import counted
 from plait.working_folder import WorkingFolder
@@ -30,7 +31,7 @@ def base_facts(config: RunConfig, working: WorkingFolder) -> BaseFacts | None:
         return None
     base = read_base_model(folder)
     refuse_pairs(config, base.shape)
-    told_apart = config.finetune.method == "lora" or config.finetune.objective == "dpo"
+    told_apart = config.finetune.method in ADAPTER_METHODS or config.finetune.objective == "dpo"
     fingerprint = base_fingerprint(base) if told_apart else ""
     left_out = f"{counted(base.left_out, 'module')} of {folder.name} for tokens further ahead (multi-token prediction)"
     reasons = (f"left out: {left_out}; the model goes on without",) if base.left_out else ()

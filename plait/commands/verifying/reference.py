@@ -21,10 +21,12 @@ from torch import Tensor
 
 from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
 from plait.launch.values.job import RankContext
+from plait.model.linear import Linear
 from plait.model.matmul import select_matmul_precision
 from plait.parallel.communicator import ONE_PROCESS
 from plait.parallel.mesh import make_mesh, use_gpu, world_communicator
-from plait.parallel.sharded_model import LocalGradients
+from plait.parallel.sharded_model import HeldWeight, LocalGradients, quantized_layers
+from plait.partition.boxes import boxes_of_range, whole_box
 from plait.planner.plan import OptimizerKind, Plan
 from plait.planner.plan_file import read_plan
 from plait.recipe.load import read_saved_recipe
@@ -142,10 +144,27 @@ def _gradients(assembly: Assembly) -> Iterator[tuple[str, Tensor]]:
 def _weights(assembly: Assembly, kind: str) -> Iterator[tuple[str, Tensor]]:
     """All weights that this rank computes with, copies included, each with its key."""
     assembly.model.settle()
+    quantized = quantized_layers(assembly.model)
     for held in assembly.model.weights:
+        if layer := quantized.get(held.name):
+            yield from ((f"{kind}/{key}", numbers) for key, numbers in _dequantized(held, layer))
+            continue
         yield f"{kind}/{held.name}/{_offset_text(held.box.offset)}/copy", held.tensor.detach().clone()
     for bias in assembly.kept_biases():
         yield f"{kind}/{bias.name}/0/copy", bias.tensor.clone()
+
+
+def _dequantized(held: HeldWeight, layer: Linear) -> Iterator[tuple[str, Tensor]]:
+    """The numbers that a rank's blocks of a weight stand for, as rectangles of the weight, each with its key."""
+    part, dtype = layer.part, torch.float32
+    assert part is not None and layer.scales is not None
+    numbers = part.numbers(held.tensor, layer.scales, dtype, first=held.box.offset[0]).view(-1)
+    done = 0
+    for first, end in part.runs(held.box.offset[0], held.box.extent[0]):
+        for box, at in boxes_of_range(whole_box(part.shape), first, end):
+            own = numbers[done + at - first : done + at - first + box.numbers].view(box.extent)
+            yield f"{held.name}/{_offset_text(box.offset)}/copy", own.to(torch.float64)
+        done += end - first
 
 
 def _offset_text(offset: tuple[int, ...]) -> str:

@@ -29,6 +29,7 @@ from plait.planner.derive.hyperparameters import with_usual_numbers
 from plait.planner.plan import Cadence, Machines, OptimizerKind, Placement, Plan, TrainingJob
 from plait.planner.resolve.named import check_schedule, layout_of, named_degrees
 from plait.planner.search.validity import check_layout, check_shares
+from plait.recipe.finetune import ADAPTER_METHODS
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, Every
 
@@ -87,7 +88,7 @@ def _base_shape(config: RunConfig, base: ModelShape) -> ModelShape:
     that the recipe asks for."""
     usual, requested = published_rules.usual_sequence_length(parameter_count(base)), config.train.sequence
     shape = replace(base, sequence=min(usual, base.sequence) if requested == "auto" else requested)
-    if config.finetune.method != "lora":
+    if config.finetune.method not in ADAPTER_METHODS:
         return shape
     return replace(shape, adapter=adapter_for(config.finetune, shape, 0).value)
 

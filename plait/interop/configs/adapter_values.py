@@ -16,11 +16,9 @@ from typing import Any
 from plait.errors import PlaitError
 
 _OFF: Mapping[str, tuple[object, ...]] = {
-    "use_dora": (False, None),
     "lora_bias": (False, None),
     "bias": ("none", None),
     "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
@@ -31,18 +29,18 @@ _INITIAL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 """Values of init_lora_weights that leave the model's own weights alone."""
 _KNOWN = frozenset(
     {
-        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
-        "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern", "loftq_config",
-        "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core", "merge_weights", "peft_type", "peft_version",
-        "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type",
-        "use_rslora",
+        "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
+        "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
+        "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
+        "merge_weights", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
+        "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
     }
 )  # fmt: skip
 """Keys that plait reads, or that change nothing beside the others: the settings of a way to begin are read with
 init_lora_weights alone, and the width of QA-LoRA's groups with use_qalora."""
 
-_USUAL_ALPHA = 8
-"""PEFT's lora_alpha, where an adapter_config.json has none."""
+_USUAL: Mapping[str, Any] = {"lora_alpha": 8, "r": None}
+"""PEFT's value where an adapter_config.json has none; a rank it must name."""
 MATCH_S, _MATCH_BYTES = 2, 1 << 29
 _MATCHER = f"""
 import json, re, resource, sys
@@ -83,19 +81,35 @@ def check_adapter_values(file: Path, values: Mapping[str, Any]) -> None:
 def alphas_of(file: Path, values: Mapping[str, Any], modules: Sequence[str]) -> list[float]:
     """The alpha of each module, named in full: that of the first key of alpha_pattern which, as a regular expression,
     matches the end of its name from a dot on, else lora_alpha. Raises PlaitError where one is no number above 0."""
-    pattern = values.get("alpha_pattern") or {}
-    if not isinstance(pattern, Mapping):
-        raise PlaitError(f"alpha_pattern in {file} is not a table of modules and numbers; correct it")
-    keys = _first_matches(file, [*pattern], modules) if pattern else [None] * len(modules)
-    lora_alpha = values.get("lora_alpha", _USUAL_ALPHA)
-    named = [("lora_alpha", lora_alpha) if key is None else ("alpha_pattern", pattern[key]) for key in keys]
-    for name, alpha in named:
+    found = _named_values(file, values, modules, "alpha_pattern", "lora_alpha")
+    for name, alpha in found:
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha > 0 and isfinite(alpha)):
             raise PlaitError(f"{name} in {file} is {alpha!r:.40}; it should be a number above 0")
-    return [float(alpha) for _, alpha in named]
+    return [float(alpha) for _, alpha in found]
 
 
-def _first_matches(file: Path, keys: list[str], modules: Sequence[str]) -> list[str | None]:
+def ranks_of(file: Path, values: Mapping[str, Any], modules: Sequence[str]) -> list[int]:
+    """The rank of each module, by rank_pattern and r as alphas are by theirs. Raises PlaitError where one is no whole
+    number above 0."""
+    found = _named_values(file, values, modules, "rank_pattern", "r")
+    for name, rank in found:
+        if type(rank) is not int or not 0 < rank < 2**20:
+            raise PlaitError(f"{name} in {file} is {rank!r:.40}; it should be a whole number above 0")
+    return [rank for _, rank in found]
+
+
+def _named_values(
+    file: Path, values: Mapping[str, Any], modules: Sequence[str], pattern: str, usual: str
+) -> list[tuple[str, Any]]:
+    """For each module the value that a pattern gives it, or else the usual one, each with the name of its key."""
+    table, otherwise = values.get(pattern) or {}, values.get(usual, _USUAL[usual])
+    if not isinstance(table, Mapping):
+        raise PlaitError(f"{pattern} in {file} is not a table of modules and numbers; correct it")
+    keys = _first_matches(file, pattern, [*table], modules) if table else [None] * len(modules)
+    return [(usual, otherwise) if key is None else (pattern, table[key]) for key in keys]
+
+
+def _first_matches(file: Path, pattern: str, keys: list[str], modules: Sequence[str]) -> list[str | None]:
     """For each module the first of the keys that matches it as PEFT's get_pattern_key matches, or None.
 
     The keys are a stranger's expressions, and one of nested quantifiers takes longer than the universe is old: they are
@@ -107,12 +121,12 @@ def _first_matches(file: Path, keys: list[str], modules: Sequence[str]) -> list[
     )
     if done.returncode < 0:
         raise PlaitError(
-            f"alpha_pattern in {file} has a key that takes more than {MATCH_S} s to compare with the names of "
+            f"{pattern} in {file} has a key that takes more than {MATCH_S} s to compare with the names of "
             f"{len(modules)} modules; write the modules' names in place of expressions"
         )
     answer = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr.strip()[-200:]}
     if isinstance(answer, dict):
         raise PlaitError(
-            f"alpha_pattern in {file} has a key that is not a regular expression ({answer['error']}); correct it"
+            f"{pattern} in {file} has a key that is not a regular expression ({answer['error']}); correct it"
         )
     return [None if place is None else keys[place] for place in answer]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.errors import PlaitError
-from plait.model.adapter_shape import AdapterShape, AdapterTarget
+from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
 from plait.model.shape import ModelShape, linear_layers, parameter_count
-from plait.model.weights import describe_weights, trained_parameter_count
+from plait.model.weights import describe_weights, is_quantized, trained_parameter_count
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.published_rules import (
     BITS_PER_WEIGHT,
@@ -20,7 +20,7 @@ from plait.planner.derive.published_rules import (
 )
 from plait.recipe.finetune import FinetuneSection
 from plait.recipe.schema import RunConfig
-from plait.units import format_count
+from plait.units import format_bytes, format_count
 
 PEFT_NAMES: dict[str, tuple[AdapterTarget, ...]] = {
     "q_proj": ("attention.q",),
@@ -53,8 +53,9 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Der
     size."""
     targets = linear_layers(shape) if requested.targets == "auto" else named_targets(requested.targets, shape)
     rank = _rank(requested, shape, targets, bits)
+    kept: Quantization = requested.quantization if requested.method == "qlora" else "none"
     alpha = USUAL_ALPHA[requested.variant] if requested.alpha == "auto" else requested.alpha
-    adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=requested.variant)
+    adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=requested.variant, quantization=kept)
     whole = replace(shape, adapter=adapter)
     some = "all linear layers" if requested.targets == "auto" else ", ".join(targets)
     learning, all_weights = (format_count(count(whole)) for count in (trained_parameter_count, parameter_count))
@@ -62,6 +63,8 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Der
         f"{requested.variant} of rank {rank} on {some}: {learning} of {all_weights} weights learn; the others have no "
         "gradient, sums or moments, and their products are two thirds of a step's in place of all"
     ]
+    if kept != "none":
+        why.append(_quantized_reason(whole, kept))
     if requested.rank == "auto":
         why.append(
             f"rank {rank}: adapters hold {BITS_PER_WEIGHT} bits a weight, and there are about "
@@ -72,6 +75,15 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Der
         source = "Schulman 2025" if requested.variant == "lora" else "Kalajdzievski 2023, as LoRA's at rank 16"
         why.append(f"alpha {alpha:g}: adapters count {adapter.scale:.3g} times ({source})")
     return Derived(value=adapter, reasons=tuple(why))
+
+
+def _quantized_reason(shape: ModelShape, kept: Quantization) -> str:
+    numbers = sum(one.numbers for name, one in describe_weights(shape).items() if is_quantized(name, shape))
+    each = QUANTIZED_BLOCK_BYTES[kept] / BLOCK
+    return (
+        f"frozen matrices in {kept}: {each * 8:.2f} bits a number, {format_bytes(each * numbers)} in place of "
+        f"{format_bytes(2 * numbers)} in 16 bits; each product reads its matrix from them (Dettmers 2023)"
+    )
 
 
 def named_targets(names: Sequence[str], shape: ModelShape) -> tuple[AdapterTarget, ...]:

@@ -21,7 +21,7 @@ from plait.planner.derive.published_rules import (
     finetuning_warmup_steps,
 )
 from plait.planner.plan import OptimizerKind, OptimizerPlan
-from plait.recipe.finetune import FinetuneMethod, FinetuneObjective
+from plait.recipe.finetune import ADAPTER_METHODS, FinetuneMethod, FinetuneObjective
 from plait.recipe.schema import OptimizerSection, RunConfig
 from plait.units import counted, format_count, power_of_ten, times_text
 
@@ -54,10 +54,10 @@ def optimizer_plan(
     it goes on from. Raises PlaitError for an optimizer that has nothing to update."""
     requested, method = config.optimizer, config.finetune.method
     kind = optimizer_kind(config, flops=flops, muon_cost=_muon_cost(shape, batch_tokens), is_trained=base is not None)
-    if kind == "muon" and method == "lora":
+    if kind == "muon" and method in ADAPTER_METHODS:
         raise PlaitError(
-            'optimizer.kind = "muon" has nothing to update: finetune.method = "lora" trains adapters alone, whose two '
-            "factors are no matrices of layers",
+            f'optimizer.kind = "muon" has nothing to update: finetune.method = "{method}" trains adapters alone, whose '
+            "two factors are no matrices of layers",
             'take optimizer.kind out, or write finetune.method = "full"',
         )
     lr, why, warnings = requested.lr, list[str](), tuple[str, ...]()
@@ -242,11 +242,9 @@ def finetuning_optimizer(method: FinetuneMethod, plan: OptimizerPlan, config: Ru
         times = f"{LORA_LR_OVER_FULL} times that of full fine-tuning ({among})"
         why.append(f"peak learning rate {lr:g}: {whole if method == 'full' else times}")
         plan = replace(plan, lr=lr, adamw_lr=_adamw_lr_beside(requested, lr) if plan.kind == "muon" else None)
-    if requested.weight_decay == "auto" and (method == "lora" or objective == "dpo"):
-        small = "adapters are small already (Dettmers 2023)"
-        why.append(
-            f"no weight decay: {small if method == 'lora' else 'the reference holds the weights (Lambert 2024)'}"
-        )
+    if requested.weight_decay == "auto" and (method in ADAPTER_METHODS or objective == "dpo"):
+        small, held = "adapters are small already (Dettmers 2023)", "the reference holds the weights (Lambert 2024)"
+        why.append(f"no weight decay: {small if method in ADAPTER_METHODS else held}")
         plan = replace(plan, weight_decay=0.0)
     return Derived(value=plan, reasons=tuple(why))
 

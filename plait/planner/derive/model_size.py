@@ -19,7 +19,7 @@ from plait.planner.derive.adapters import adapter_for
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.published_rules import EPOCHS, EPOCHS_AFTER, examples_batch_tokens
 from plait.planner.problem.model_words import mixture_reasons, objective_reasons
-from plait.recipe.finetune import FinetuneMethod
+from plait.recipe.finetune import ADAPTER_METHODS, FinetuneMethod
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, counted, format_count, format_si, parse_amount, power_of_ten
 
@@ -228,7 +228,7 @@ def _size_of_base(
             f"choose at most {shape.sequence}"
         )
     shape = replace(shape, sequence=sequence)
-    if config.finetune.method == "lora":
+    if config.finetune.method in ADAPTER_METHODS:
         learned = corpus.documents if config.finetune.objective == "dpo" else corpus.train_tokens
         adapter = adapter_for(config.finetune, shape, learned)
         shape, why = replace(shape, adapter=adapter.value), [*why, *adapter.reasons]
@@ -445,7 +445,7 @@ def grown_shape(
             f"{has}: it is not the model's own; take data.tokenizer out, or name the tokenizer that the model was "
             "trained with"
         )
-    if method == "lora":
+    if method in ADAPTER_METHODS:
         raise PlaitError(
             f"{has}: adapters leave the embedding as it is, so that new tokens would never be learned; write "
             'finetune.method = "full", or take the added tokens out of the tokenizer'

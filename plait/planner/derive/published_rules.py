@@ -169,7 +169,7 @@ FULL_LR: dict[FinetuneObjective, float] = {"sft": 2e-5, "dpo": 1e-6}
 LORA_LR_OVER_FULL = 10
 EPOCHS: dict[FinetuneObjective, int] = {"sft": 3, "dpo": 1}
 EPOCHS_AFTER: dict[FinetuneObjective, str] = {"sft": "Taori 2023", "dpo": "Lambert 2024"}
-EXAMPLES_PER_STEP: dict[FinetuneMethod, int] = {"full": 64, "lora": 32}
+EXAMPLES_PER_STEP: dict[FinetuneMethod, int] = {"full": 64, "lora": 32, "qlora": 32}
 LEAST_RANK, LARGEST_RANK = 16, 256
 BITS_PER_WEIGHT, BITS_PER_TOKEN = 2, 1
 WARMUP_SHARE: dict[FinetuneObjective, float] = {"sft": 0.03, "dpo": 0.1}
@@ -180,7 +180,7 @@ USUAL_ALPHA: dict[AdapterVariant, float] = {"lora": 32.0, "rslora": 8.0}
 
 def finetuning_lr(method: FinetuneMethod, objective: FinetuneObjective = "sft") -> float:
     """AdamW's peak learning rate."""
-    return FULL_LR[objective] * (LORA_LR_OVER_FULL if method == "lora" else 1)
+    return FULL_LR[objective] * (1 if method == "full" else LORA_LR_OVER_FULL)
 
 
 def finetuning_warmup_steps(steps: int, objective: FinetuneObjective = "sft") -> int:

@@ -338,10 +338,15 @@ def _fewer_learning(workload: Workload, cluster: Cluster, profile: SoftwareProfi
             for rank in ranks
             if rank >= LOWEST_RANK_SUGGESTED
         ]
+        if workload.quantization == "none":
+            ways.append(('finetune.method = "qlora"', replace(workload, quantization="nf4")))
     elif not workload.experts:
         every = [name for name in get_args(AdapterTarget) if name != "feedforward.gate" or workload.gated]
         adapted = replace(workload, adapter_rank=LEAST_RANK, adapter_targets=tuple(every))
-        ways = [(f'finetune.method = "lora" and finetune.rank = {LEAST_RANK}', adapted)]
+        ways = [
+            (f'finetune.method = "lora" and finetune.rank = {LEAST_RANK}', adapted),
+            (f'finetune.method = "qlora" and finetune.rank = {LEAST_RANK}', replace(adapted, quantization="nf4")),
+        ]
     else:
         ways = []
     for words, fewer in ways:

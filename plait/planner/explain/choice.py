@@ -23,6 +23,7 @@ from plait.planner.explain.experts import load_lines
 from plait.planner.explain.muon_update import muon_lines
 from plait.planner.explain.unequal_devices import unequal_lines, unequal_reasons
 from plait.planner.heterogeneous.host_permutations import node_alone
+from plait.planner.memory.estimate import estimate_memory
 from plait.planner.problem.candidates import SCHEDULES
 from plait.planner.problem.stage_partition import stages_of
 from plait.planner.search.cost_breakdown import bottlenecks, message_seconds, time_items
@@ -64,7 +65,7 @@ NEEDED_FOR = (
 def short_reasons(found: Search) -> tuple[str, ...]:
     """The choice in a few sentences, for the head of a run: why this layout, what limits it, what would change it."""
     if found.cluster.n_devices == 1:
-        return (*left_out_lines(found), *muon_lines(found), *limits(found)[:1])
+        return (*left_out_lines(found), *quantized_lines(found), *muon_lines(found), *limits(found)[:1])
     return (
         chosen_because(found),
         *left_out_lines(found),
@@ -72,9 +73,26 @@ def short_reasons(found: Search) -> tuple[str, ...]:
         *unequal_lines(found, found.chosen),
         *unequal_reasons(found),
         *load_lines(found),
+        *quantized_lines(found),
         *muon_lines(found),
         *limits(found)[:2],
         *([] if found.constraints else tipping_sentences(found)[:2]),
+    )
+
+
+def quantized_lines(found: Search) -> tuple[str, ...]:
+    """What frozen matrices in few bits leave free on the device with least room left, and what the same layout would
+    need without them; empty where there are none."""
+    w = found.workload
+    if w.quantization == "none":
+        return ()
+    needed, there = found.bytes_per_device(found.chosen), found.capacity_bytes(found.chosen)
+    layout = found.candidates.select(np.array([found.chosen]))
+    plain = estimate_memory(replace(w, quantization="none"), layout, found.profile).reserved[0]
+    return (
+        f"frozen matrices in {w.quantization}: a device needs {format_bytes(needed)} of {format_bytes(there)}, which "
+        f'leaves {format_bytes(there - needed)}; in {8 * w.element_bytes} bits (finetune.method = "lora") this layout '
+        f"would need {format_bytes(float(plain))}",
     )
 
 

@@ -26,6 +26,7 @@ from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import expert_shard_ranks, layer_parameters, micro_batches_per_step
 from plait.planner.problem.trained_weights import (
     adapter_parameters,
+    dequantized_parameters,
     trained_layer_parameters,
     trained_table_parameters,
 )
@@ -33,6 +34,9 @@ from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens, shard_group_size
 
 ALLOCATOR_RESERVE = constant("allocator_reserve")
+READING_BYTES = 6
+"""Bytes per number of a quantized matrix beside the matrix that is made of it: codes as indices, and what they stand
+for in float32 (model/quantization.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,13 +155,15 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     held_bytes = np.where(fully & twice, 0.0, each)
     weight = held_bytes / split["parameters"]
     frozen = number / split["parameters"]  # matrices alone; an embedding, and a tied head, stay in float32
-    of_layers = number if w.is_frozen else held_bytes
+    of_layers = w.matrix_bytes if w.is_frozen else held_bytes
     gradient = profile.other.gradients_held_bytes or profile.gradient_bytes
     state, state_of_layers = (
         (profile.state_bytes_with(moments) - (0 if twice else each)) * (1 - profile.other.offloaded)
         for moments in (w.moments, w.layer_moments)
     )
-    ahead = profile.layers_ahead * (number * held + profile.gradient_bytes / 2 * (trained + trained_experts))
+    gathered = w.matrix_bytes * (common + experts) + number * adapters
+    ahead = profile.layers_ahead * (gathered + profile.gradient_bytes / 2 * (trained + trained_experts))
+    _, largest = dequantized_parameters(w, c)
     kept, again = kept_and_repeated(w, c, profile)
     return {
         ("parameters", "layers"): weight * adapters
@@ -172,7 +178,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
         ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (adapters if w.is_frozen else held),
         ("activations", "split"): split_activations(w, c),
-        ("activations", "once"): again,
+        ("activations", "once"): again + (number + READING_BYTES) * largest,
         ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
         * profile.logit_copies_bytes
         + _head_copies(w, profile) * table,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Candidates, Counts, Reals
-from plait.planner.problem.trained_weights import adapter_parameters, local_target_sizes
+from plait.planner.problem.trained_weights import adapter_parameters, dequantized_parameters, local_target_sizes
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
@@ -102,6 +102,8 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     recomputed = whole + np.where(selective, twice, 0.0)
     # A norm's result is in memory beside its rounded copy as long as the products run.
     unrounded = every / t if narrow else 0.0
+    _, largest = dequantized_parameters(w, c)
+    read = w.element_bytes * largest
     return TensorSizes(
         stream=stream,
         product=product,
@@ -112,8 +114,9 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         turned=3 * product + attention["turned"] + (wide_kept / 2 + 1) * wide,
         # `gathered`: a product's result before the ranks' addends are summed.
         forward=np.where(full, 2 * product + (wide_kept - 1) * wide, (product if narrow else stream) + 2 * gathered)
-        + unrounded,
-        backward=stream + gathered + wide_kept / 2 * wide + recomputed + rounded - layer + product * narrow,
+        + unrounded
+        + read,
+        backward=stream + gathered + wide_kept / 2 * wide + recomputed + rounded - layer + product * narrow + read,
         scores=_scores(w, t, local_tokens(w, c)),
         loss_copies=(product + _head_copies(w, own, fully)) * narrow,
         rounded_once=np.where(none, 0.0, rounded),
@@ -137,8 +140,8 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     whole = w.latent.whole_weights if w.latent else 0
     matrices = (w.attention_parameters + w.dense_feedforward_parameters - whole) / t + whole
     adapters = FLOAT32_BYTES * adapter_parameters(w, c)
-    # Frozen matrices are kept as they are multiplied (parallel/frozen.py), all that learns in float32.
-    weights = (w.element_bytes if w.is_frozen else FLOAT32_BYTES) * matrices + adapters
+    # Frozen matrices are kept as they are multiplied, or in blocks (parallel/frozen.py); all that learns in float32.
+    weights = (w.matrix_bytes if w.is_frozen else FLOAT32_BYTES) * matrices + adapters
     trained = adapters if w.is_frozen else weights
     table = FLOAT32_BYTES * w.embedding_parameters / t
     learns = 0.0 * table if w.is_frozen else table
@@ -157,7 +160,7 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
         "table_gradients": learns / split,
         "layer_trained": trained,
         "layer_weights": weights,
-        "gathered_weights": w.element_bytes * (matrices + adapter_parameters(w, c)),
+        "gathered_weights": w.matrix_bytes * matrices + w.element_bytes * adapter_parameters(w, c),
     }
 
 

@@ -56,6 +56,16 @@ def repeated_adapter_parameters(w: Workload) -> int:
     return w.adapter_rank * sum(outputs if target in _ROW_CUT else inputs for target, (inputs, outputs) in sizes)
 
 
+def dequantized_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
+    """Of an average layer's matrices on one rank before sharding, where they are kept in blocks of few bits: all
+    numbers, which each pass over a micro-batch makes again, and those of the largest, of which one is there at a
+    time. 0 where they are kept as they are multiplied."""
+    if w.quantization == "none":
+        return np.zeros(len(c)), np.zeros(len(c))
+    common, _ = layer_parameters(w, c)
+    return common, w.width * np.maximum(w.ffn, w.heads * w.head_width) / c.tensor
+
+
 def trained_layer_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
     """Weights of an average layer that learn on one rank before sharding: (those that expert groups copy, the
     experts')."""
@@ -90,7 +100,8 @@ def fullest_trained_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals
 
 
 def fullest_held_parameters(w: Workload, c: Candidates) -> Reals:
-    """All weights on that rank, adapters and frozen ones included."""
-    common, experts = layer_parameters(w, c)
+    """All weights on that rank, adapters and frozen ones included, in numbers as they are multiplied: quantized ones
+    count by their bytes."""
+    common, experts = (w.matrix_bytes / w.element_bytes * each for each in layer_parameters(w, c))
     whole = fullest_rank_parameters(w, c, (common + adapter_parameters(w, c), experts), w.embedding_parameters)
     return np.add(*whole)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from plait.model.adapter_shape import AdapterTarget
+from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, AdapterTarget, Quantization
 from plait.model.shape import ModelShape, is_gated
 from plait.model.weights import kernel_width, scored_width
 from plait.planner.problem.candidates import Counts, Reals
@@ -88,6 +88,8 @@ class Workload:
     """Rank of low-rank adapters (LoRA), which alone learn; 0: there are none, and all weights learn."""
     adapter_targets: tuple[AdapterTarget, ...] = ()
     """The linear layers of each layer that have one."""
+    quantization: Quantization = "none"
+    """In what the frozen matrices of layers are kept (QLoRA)."""
     heads_after: tuple[int, ...] = ()
     """Heads in the middle, each after this many layers, with the model's own output matrix."""
     predict_ahead: int = 0
@@ -109,6 +111,11 @@ class Workload:
     def element_bytes(self) -> int:
         """Bytes of a number as it is multiplied, kept for the backward pass and sent: 2 but for float32."""
         return 4 if self.precision in ("float32", "tf32") else 2
+
+    @property
+    def matrix_bytes(self) -> float:
+        """Bytes of a number of a layer's matrices as they are gathered, and kept where they are frozen."""
+        return self.element_bytes if self.quantization == "none" else QUANTIZED_BLOCK_BYTES[self.quantization] / BLOCK
 
     @property
     def feedforward_matrices(self) -> int:
@@ -247,6 +254,7 @@ def workload_of(
         **numbers,
         adapter_rank=shape.adapter.rank if shape.adapter else 0,
         adapter_targets=shape.adapter.targets if shape.adapter else (),
+        quantization=shape.adapter.quantization if shape.adapter else "none",
         heads_after=shape.objectives.heads,
         predict_ahead=shape.objectives.ahead,
     )

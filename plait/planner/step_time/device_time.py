@@ -16,7 +16,11 @@ from plait.planner.calibration.constants import constant
 from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import micro_batches_per_step
-from plait.planner.problem.trained_weights import local_target_sizes, trained_layer_parameters
+from plait.planner.problem.trained_weights import (
+    dequantized_parameters,
+    local_target_sizes,
+    trained_layer_parameters,
+)
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time import measured_compute
 from plait.planner.step_time.device_rates import DeviceRates, device_rates
@@ -106,6 +110,11 @@ def slowest_device(measured: Measurements | None) -> MeasuredDevice | None:
     return min(measured.devices, key=lambda device: min(device.rates)) if measured else None
 
 
+READ_MATRIX_ADDITIONS = 0.6
+"""How long reading a number of a quantized matrix takes, over adding one gradient to another: 0.4 ns to 0.7 ns on one
+thread of an AMD EPYC (model/quantization.py)."""
+
+
 def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Candidates) -> LayerTime:
     tokens, tensor = local_tokens(w, candidates), candidates.tensor
     ffn = w.ffn / tensor
@@ -123,6 +132,7 @@ def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Cand
                 measured, columns, tall, inner, form="weight"
             )
     there, back = _measured_adapter_times(w, measured, candidates)
+    reading = READ_MATRIX_ADDITIONS * measured_compute.accumulate_s(measured, dequantized_parameters(w, candidates)[0])
     # Cut sequences: each rank has its queries, and all that they look back on.
     rows = candidates.micro_sequences / candidates.context
     size = rows, w.sequence, w.heads / tensor, w.kernel_width
@@ -133,8 +143,8 @@ def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Cand
     passes = np.where(summed, micros + ZEROING, micros - 1.0) / micros
     added = passes * measured_compute.accumulate_s(measured, np.add(*trained_layer_parameters(w, candidates)))
     return LayerTime(
-        products=forward + there,
-        products_backward=backward + back,
+        products=forward + there + reading,
+        products_backward=backward + back + reading,
         scores=measured_compute.attention_s(measured, *size, "forward"),
         scores_backward=measured_compute.attention_s(measured, *size, "backward"),
         stream=measured_compute.stream_s(measured, *streamed, "forward"),

@@ -13,7 +13,11 @@ from plait.planner.problem.expert_loads import busiest_rank_load
 from plait.planner.problem.other_programs import STATE_SPACE_SCAN_BYTES
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import ranks_of_an_expert
-from plait.planner.problem.trained_weights import local_target_sizes, trained_layer_parameters
+from plait.planner.problem.trained_weights import (
+    dequantized_parameters,
+    local_target_sizes,
+    trained_layer_parameters,
+)
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.device_rates import DeviceRates
 
@@ -84,9 +88,11 @@ def layer_time(workload: Workload, rates: DeviceRates, profile: SoftwareProfile,
     scores, scores_backward = _attention_times(workload, rates, profile, candidates)
     stream = _memory_pass_time(workload, rates, profile, candidates)
     weights = np.add(*trained_layer_parameters(workload, candidates))
+    quantized, _ = dequantized_parameters(workload, candidates)
+    reading = quantized * READ_MATRIX_BYTES / rates.stream_bytes_per_s
     return LayerTime(
-        products=forward,
-        products_backward=backward,
+        products=forward + reading,
+        products_backward=backward + reading,
         scores=scores,
         scores_backward=scores_backward,
         stream=stream,
@@ -174,6 +180,9 @@ def _thin_product_s(rates: DeviceRates, rows: Reals, wide: Reals, rank: float) -
     return np.maximum(2.0 * rows * wide * rank / rates.linear_flops, moved)
 
 
+READ_MATRIX_BYTES = 22
+"""Bytes that are moved to read a number of a quantized matrix by torch's own kernels: codes to indices, indices to
+numbers, those times their scale, and that in 16 bits (model/quantization.py); counted, not timed."""
 ADDED_NUMBERS = 3
 """Numbers that are moved to add one to another: two are read, one is written."""
 

@@ -1,0 +1,310 @@
+"""Frozen matrices in four bits a number (NF4) or eight: in blocks, of which a rank keeps those that its part lies in.
+
+Note [blocks of the whole matrix]: a matrix is read row by row, 64 numbers are a block, and a block's numbers are
+multiples of its own scale. Block, scale and code are functions of the whole matrix alone. A rank with a part of it
+keeps the whole blocks that enclose the part, so that every layout computes with the same numbers, bit for bit; no
+layout is refused.
+
+NF4, its blocks and the second quantization of their scales are those of QLoRA (Dettmers et al. 2023), with the bytes
+of bitsandbytes: a byte holds two codes, the first in its upper half; a block's largest magnitude is a code of eight
+bits (Dettmers 2015) times the scale of 256 such codes, plus the mean of all. Eight-bit blocks have a float32 scale.
+
+Legend: n blocks, g groups of 256 blocks, o outputs and i inputs of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, Quantization
+
+GROUP = 256
+"""Blocks whose scales share a scale."""
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Quantiles of a normal distribution, between -1 and 1 (Dettmers et al. 2023, appendix E)."""
+_LARGEST_CODE = 127
+_SMALLEST = 1e-30
+"""Far below every block of a model, and no denormal number, which workers round to zero."""
+_BLOCKS_AT_ONCE = {"cpu": 1 << 12}
+"""Blocks that are read at a time: what lies between stays in a processor's cache."""
+_BLOCKS_AT_ONCE_ELSEWHERE = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedMatrix:
+    """A whole matrix in blocks."""
+
+    blocks: Tensor
+    """[n, bytes] in uint8: a block's codes, then its scale."""
+    scales: Tensor
+    """[g + 1] in float32: of NF4 the groups' scales, and last the mean of the blocks'; else empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedPart:
+    """A rectangle of a matrix [o, i], and the blocks that enclose it: Note [blocks of the whole matrix].
+
+    Where blocks end with rows those are a rectangle, too; else all blocks of the rows.
+    """
+
+    quantization: Quantization
+    shape: tuple[int, int]
+    offset: tuple[int, int]
+    extent: tuple[int, int]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return QUANTIZED_BLOCK_BYTES[self.quantization]
+
+    @property
+    def scales(self) -> int:
+        """Numbers of QuantizedMatrix.scales."""
+        blocks = -(-self.shape[0] * self.shape[1] // BLOCK)
+        return -(-blocks // GROUP) + 1 if self.quantization == "nf4" else 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a rank with this part keeps."""
+        rows, columns, _, _ = self._grid()
+        return rows * columns
+
+    def _grid(self) -> tuple[int, int, int, int]:
+        """The kept blocks as rows × columns, the number of the first in the matrix, and how far apart rows are."""
+        (first, left), (rows, columns), width = self.offset, self.extent, self.shape[1]
+        if width % BLOCK:
+            begin, end = first * width // BLOCK, -(-(first + rows) * width // BLOCK)
+            return 1, end - begin, begin, end - begin
+        begin, end = left // BLOCK, -(-(left + columns) // BLOCK)
+        return rows, end - begin, first * (width // BLOCK) + begin, width // BLOCK
+
+    def cut(self, matrix: QuantizedMatrix) -> Tensor:
+        """The part's blocks of a whole matrix."""
+        rows, columns, first, apart = self._grid()
+        size = self.block_bytes
+        return matrix.blocks.as_strided((rows, columns, size), (apart * size, size, 1), first * size).reshape(-1, size)
+
+    def runs(self, first: int, count: int) -> Iterator[tuple[int, int]]:
+        """Kept blocks `first` to `first + count` as ranges of the flattened matrix: (first number, end)."""
+        _, columns, begin, apart = self._grid()
+        while count > 0:
+            row, column = divmod(first, columns)
+            together = min(count, columns - column)
+            at = begin + row * apart + column
+            yield at * BLOCK, min((at + together) * BLOCK, self.shape[0] * self.shape[1])
+            first, count = first + together, count - together
+
+    def numbers(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
+        """The numbers [n, 64] of kept blocks from number `first` on."""
+        at_once = _BLOCKS_AT_ONCE.get(blocks.device.type, _BLOCKS_AT_ONCE_ELSEWHERE)
+        found = torch.empty(len(blocks), BLOCK, dtype=dtype, device=blocks.device)
+        multiply = self._nf4 if self.quantization == "nf4" else self._int8
+        for begin in range(0, len(blocks), at_once):
+            some = blocks[begin : begin + at_once]
+            found[begin : begin + at_once] = multiply(some, scales, first + begin)
+        return found
+
+    def matrix(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The part's numbers [o, i], from all of its blocks."""
+        rows, columns = self.extent
+        numbers = self.numbers(blocks, scales, dtype)
+        if self.shape[1] % BLOCK:
+            skipped = self.offset[0] * self.shape[1] % BLOCK
+            whole = numbers.view(-1)[skipped : skipped + rows * self.shape[1]].view(rows, self.shape[1])
+            return whole[:, self.offset[1] : self.offset[1] + columns]
+        whole, skipped = numbers.view(rows, -1), self.offset[1] % BLOCK
+        return whole if whole.shape[1] == columns else whole[:, skipped : skipped + columns]
+
+    def _nf4(self, blocks: Tensor, scales: Tensor, first: int) -> Tensor:
+        """Numbers [n, 64] in float32."""
+        pairs, magnitudes = _tables(blocks.device)
+        codes = blocks[:, : BLOCK // 2].int().view(-1)
+        numbers = torch.index_select(pairs, 0, codes).view(torch.float32).view(-1, BLOCK)
+        of_blocks = torch.index_select(magnitudes, 0, blocks[:, BLOCK // 2].int())
+        of_blocks = of_blocks * scales[self._groups(first, len(blocks), blocks.device)] + scales[-1]
+        return numbers.mul_(of_blocks.unsqueeze(1))
+
+    def _int8(self, blocks: Tensor, scales: Tensor, first: int) -> Tensor:
+        numbers = blocks[:, :BLOCK].view(torch.int8).float()
+        return numbers.mul_(blocks[:, BLOCK:].contiguous().view(torch.float32))
+
+    def _groups(self, first: int, count: int, device: torch.device) -> Tensor:
+        """The group of each kept block from number `first` on."""
+        _, columns, begin, apart = self._grid()
+        kept = torch.arange(first, first + count, device=device)
+        if columns == apart:
+            return (kept + begin) // GROUP
+        return (kept // columns * apart + kept % columns + begin) // GROUP
+
+
+def whole_part(shape: tuple[int, int], quantization: Quantization) -> QuantizedPart:
+    """All of a matrix."""
+    return QuantizedPart(quantization=quantization, shape=shape, offset=(0, 0), extent=shape)
+
+
+@torch.no_grad()
+def quantize(matrix_oi: Tensor, quantization: Quantization) -> QuantizedMatrix:
+    """The blocks of a whole matrix in float32 on the processor: the same on every machine."""
+    flat = matrix_oi.reshape(-1)
+    numbers = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    blocks = torch.empty(len(numbers), QUANTIZED_BLOCK_BYTES[quantization], dtype=torch.uint8)
+    largest = numbers.abs().amax(dim=1)
+    for begin in range(0, len(blocks), _BLOCKS_AT_ONCE["cpu"]):
+        some = slice(begin, begin + _BLOCKS_AT_ONCE["cpu"])
+        if quantization == "nf4":
+            blocks[some, : BLOCK // 2] = _pairs(_codes(numbers[some], largest[some], torch.tensor(NF4)))
+        else:
+            scales = (largest[some] / _LARGEST_CODE).unsqueeze(1)
+            codes = (numbers[some] / scales.clamp(min=_SMALLEST)).round_()
+            blocks[some, :BLOCK] = codes.to(torch.int8).view(torch.uint8)
+            blocks[some, BLOCK:] = scales.view(torch.uint8)
+    if quantization == "int8":
+        return QuantizedMatrix(blocks=blocks, scales=torch.empty(0))
+    # The order of a sum over threads would differ from machine to machine; NumPy has one.
+    mean = torch.tensor(largest.numpy().mean(dtype="float64"), dtype=torch.float32)
+    differences = F.pad(largest - mean, (0, -len(largest) % GROUP)).view(-1, GROUP)
+    groups = differences.abs().amax(dim=1)
+    blocks[:, BLOCK // 2] = _codes(differences, groups, _magnitudes()).view(-1)[: len(blocks)]
+    return QuantizedMatrix(blocks=blocks, scales=torch.cat([groups, mean.view(1)]))
+
+
+@torch.no_grad()
+def quantize_in_place(layers: nn.ModuleDict, quantization: Quantization) -> None:
+    """Give the matrices of a model's layers the numbers that are left of them once they were quantized: those that an
+    adapter was trained beside. The layers have no adapters yet."""
+    for matrix in [one for one in layers.parameters() if one.ndim == 2]:
+        matrix.copy_(dequantized(matrix.float().cpu(), quantization))
+
+
+def dequantized(matrix_oi: Tensor, quantization: Quantization) -> Tensor:
+    """What is left of a whole matrix in float32 once it was quantized."""
+    found = quantize(matrix_oi, quantization)
+    part = whole_part((matrix_oi.shape[0], matrix_oi.shape[1]), quantization)
+    return part.matrix(found.blocks, found.scales, torch.float32)
+
+
+def _codes(numbers: Tensor, largest: Tensor, table: Tensor) -> Tensor:
+    """The nearest entry of a sorted table for each number of a row, divided by the row's largest magnitude."""
+    scaled = (numbers * (1 / largest.clamp(min=_SMALLEST)).unsqueeze(1)).clamp_(-1, 1)
+    middles = (table[:-1] + table[1:]) / 2
+    if len(table) > len(NF4):
+        return torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8)
+    codes = torch.zeros(scaled.shape, dtype=torch.uint8)
+    for middle in middles.tolist():  # a sixth of bucketize's time
+        codes += scaled > middle
+    return codes
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Two codes of four bits in each byte."""
+    return codes[:, ::2] * 16 + codes[:, 1::2]
+
+
+def _magnitudes() -> Tensor:
+    """The 256 numbers of the dynamic code of eight bits (Dettmers 2015): a sign, a power of ten, and a fraction that
+    has the more bits the larger the power is."""
+    found = [torch.tensor([0.0, 1.0])]
+    for power in range(7):
+        ends = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32)
+        middles = 10 ** (power - 6) * ((ends[:-1] + ends[1:]) / 2)
+        found += [middles, -middles]
+    return torch.cat(found).sort().values
+
+
+@cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two numbers of each byte of NF4 codes, as one of 64 bits, and the dynamic code's numbers."""
+    table, codes = torch.tensor(NF4), torch.arange(256)
+    pairs = torch.stack([table[codes // 16], table[codes % 16]], dim=1).view(torch.int64).view(-1)
+    return pairs.to(device), _magnitudes().to(device)
+
+
+# Products with a quantized matrix. It is read twice, for the forward and for the backward pass: a copy of all matrices
+# in 16 bits, kept from one to the other, is what quantization is there to save.
+
+
+def read_matrix(blocks: Tensor, dtype: torch.dtype, scales: Tensor, part: QuantizedPart) -> Tensor:
+    """The part's numbers in the forward pass."""
+    if not torch.compiler.is_compiling():
+        return part.matrix(blocks, scales, dtype)
+    return _read_in_graph(blocks, scales, dtype, part.quantization, _place_of(part))
+
+
+def read_matrix_again(blocks: Tensor, dtype: torch.dtype, scales: Tensor, part: QuantizedPart) -> Tensor:
+    """The part's numbers in the backward pass."""
+    if not torch.compiler.is_compiling():
+        return part.matrix(blocks, scales, dtype)
+    return _read_again_in_graph(blocks, scales, dtype, part.quantization, _place_of(part))
+
+
+def quantized_product(x: Tensor, blocks: Tensor, bias: Tensor | None, scales: Tensor, part: QuantizedPart) -> Tensor:
+    """x @ matrix.T + bias, in autocast's dtype where autocast is on; gradients reach `x` alone. Differentiable
+    once."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    x, bias = x.to(dtype), None if bias is None else bias.to(dtype)  # outside, so that autograd casts gradients back
+    with torch.autocast(kind, enabled=False):
+        result: Tensor = _QuantizedProduct.apply(x, blocks, bias, scales, part)  # type: ignore[assignment]
+    return result
+
+
+class _QuantizedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, blocks: Tensor, bias: Tensor | None, scales: Tensor, part: QuantizedPart
+    ) -> Tensor:
+        ctx.save_for_backward(blocks, scales)
+        ctx.part = part
+        return F.linear(x, read_matrix(blocks, x.dtype, scales, part), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad,), (blocks, scales) = grads, ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        return grad @ read_matrix_again(blocks, grad.dtype, scales, ctx.part), None, None, None, None
+
+
+# In compiled layers, as operations that a graph takes as they are. There are two, with one meaning: a compiler that saw
+# the same operation in both passes would keep its result in between.
+
+
+def _place_of(part: QuantizedPart) -> list[int]:
+    return [*part.shape, *part.offset, *part.extent]
+
+
+def _part_at(quantization: str, place: list[int]) -> QuantizedPart:
+    rows, columns, top, left, height, width = place
+    kind: Quantization = "nf4" if quantization == "nf4" else "int8"
+    return QuantizedPart(quantization=kind, shape=(rows, columns), offset=(top, left), extent=(height, width))
+
+
+@torch.library.custom_op("plait::read_matrix", mutates_args=())
+def _read_in_graph(blocks: Tensor, scales: Tensor, dtype: torch.dtype, quantization: str, place: list[int]) -> Tensor:
+    return _part_at(quantization, place).matrix(blocks, scales, dtype).contiguous()
+
+
+@torch.library.custom_op("plait::read_matrix_again", mutates_args=())
+def _read_again_in_graph(
+    blocks: Tensor, scales: Tensor, dtype: torch.dtype, quantization: str, place: list[int]
+) -> Tensor:
+    return _part_at(quantization, place).matrix(blocks, scales, dtype).contiguous()
+
+
+@_read_in_graph.register_fake
+@_read_again_in_graph.register_fake
+def _unread(blocks: Tensor, scales: Tensor, dtype: torch.dtype, quantization: str, place: list[int]) -> Tensor:
+    return blocks.new_empty((place[4], place[5]), dtype=dtype)
