@@ -39,7 +39,7 @@ workers = 1
 
 
 def plait(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "plait.cli", *arguments]
+    command = [sys.executable, "-m", "plait", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
 
 
