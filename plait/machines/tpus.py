@@ -35,7 +35,7 @@ TOPOLOGIES: Mapping[str, Mapping[int, str]] = {
     "TPU v7": {2: "1,1,1,2", 4: "1,2,1,2", 8: "2,2,1,2"},
 }
 """How so many devices of one machine lie, from the same file."""
-OLDEST_PYTHON = (3, 12)
+TPU_PYTHON = (3, 12)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 """Those for which torch_tpu 0.2.0 has its libraries."""
 INSTALL = "pip install torch_tpu"
@@ -116,10 +116,10 @@ def check_tpus_are_seen(host: Host, software: TpuSoftware, *, sees_tpus: bool, a
 def why_unseen(software: TpuSoftware) -> str:
     """Why torch does not see a chip that is there, and what to do."""
     python, torch = software.python, _version(software.torch)
-    if python < OLDEST_PYTHON:
+    if python < TPU_PYTHON:
         return (
-            f"torch_tpu, by which torch uses them, needs Python {_dotted(OLDEST_PYTHON)} or newer, not "
-            f"{_dotted(python)}; install plait with a newer one (make PYTHON=python{_dotted(OLDEST_PYTHON)} install)"
+            f"torch_tpu, by which torch uses them, needs Python {_dotted(TPU_PYTHON)} or newer, not "
+            f"{_dotted(python)}; install plait with a newer one (make PYTHON=python{_dotted(TPU_PYTHON)} install)"
         )
     if not OLDEST_TORCH <= torch <= NEWEST_TORCH:
         return (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-SCORES_AT_ONCE = 2**27
+BLOCK_SCORES = 2**27
 """Scores of a block, about: half a gigabyte in float32."""
 
 
@@ -29,7 +29,7 @@ def attend_masked(
     v_bthd: Tensor,
     positions_bt: Tensor | None,
     window: int,
-    scores_at_once: int = SCORES_AT_ONCE,
+    scores_at_once: int = BLOCK_SCORES,
 ) -> Tensor:
     """Each token sees itself and the earlier ones of its document, in which `positions_bt` are the tokens' positions
     (None: a row is one document); of these the last `window` ones, itself included, where that is not 0. Differentiable

@@ -4,8 +4,8 @@ of [run] devices, workers and threads."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
-from plait.data.samples.micro import DocumentMode
 from plait.devices import DEVICE_TRAITS
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
@@ -107,7 +107,7 @@ def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -
     return replace(constraints, knobs={**constraints.knobs, **order})
 
 
-def with_fixed_shapes(constraints: Constraints, machine: Machine, documents: DocumentMode) -> Constraints:
+def with_fixed_shapes(constraints: Constraints, machine: Machine, documents: Literal["mask", "join"]) -> Constraints:
     """On devices that compile operations for each shape, only layouts whose shapes are the same in each step. Raises
     PlaitError where the recipe names another."""
     if not DEVICE_TRAITS[machine.device].is_compiled:
