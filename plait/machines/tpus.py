@@ -119,7 +119,7 @@ def why_unseen(software: TpuSoftware) -> str:
     if python < TPU_PYTHON:
         return (
             f"torch_tpu, by which torch uses them, needs Python {_dotted(TPU_PYTHON)} or newer, not "
-            f"{_dotted(python)}; install plait with a newer one (make PYTHON=python{_dotted(TPU_PYTHON)} install)"
+            f"{_dotted(python)}; install plait with a newer one (make install PYTHON=python{_dotted(TPU_PYTHON)})"
         )
     if not OLDEST_TORCH <= torch <= NEWEST_TORCH:
         return (
