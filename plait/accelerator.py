@@ -14,6 +14,8 @@ from torch import Tensor
 
 from plait.devices import ACCELERATORS, DEVICE_TRAITS, DeviceName, DeviceTraits
 
+_COMPILED = tuple(row.name for row in ACCELERATORS if row.is_compiled)  # a constant to torch's compiler
+
 
 def is_accelerator(device: torch.device) -> bool:
     """Whether this device has memory of its own and queues its work. Accepts any device, including torch's "meta"."""
@@ -32,7 +34,7 @@ def has_streams(device: torch.device) -> bool:
 
 def is_compiled(device: torch.device) -> bool:
     """Whether operations are compiled for each shape, so that shapes have to stay (`DeviceTraits.operations`)."""
-    return any(row.name == device.type and row.is_compiled for row in ACCELERATORS)
+    return device.type in _COMPILED
 
 
 def accelerator_name() -> DeviceName | None:
