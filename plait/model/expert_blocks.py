@@ -53,10 +53,10 @@ def blocks_by_expert(chosen_nk: Tensor, experts: int) -> ExpertBlocks:
     number = len(expert_p) // rows + experts
     every_e = torch.arange(experts, device=expert_p.device)
     size_e = (expert_p.unsqueeze(1) == every_e).sum(dim=0)
-    first_e = size_e.cumsum(0) - size_e  # in the order by expert
+    first_e = sum_of_earlier(size_e, 0)  # in the order by expert
     blocks_e = (size_e + rows - 1) // rows
-    end_e = blocks_e.cumsum(0)
-    begin_e = (end_e - blocks_e) * rows
+    before_e = sum_of_earlier(blocks_e, 0)
+    end_e, begin_e = before_e + blocks_e, before_e * rows
     order_p = expert_p.argsort(stable=True)
     expert_m = (torch.arange(number, device=expert_p.device).unsqueeze(1) >= end_e).sum(dim=1).clamp(max=experts - 1)
     expert_r = expert_m.repeat_interleave(rows)
@@ -73,6 +73,13 @@ def blocks_by_expert(chosen_nk: Tensor, experts: int) -> ExpertBlocks:
         pair_r=torch.where(filled_r, order_p[place_r], len(expert_p)),
         row_p=row_p,
     )
+
+
+def sum_of_earlier(counts: Tensor, dim: int) -> Tensor:
+    """The sum of what stands before each entry along a dim. By comparison: XLA's plugin for processors has no scan."""
+    place = torch.arange(counts.shape[dim], device=counts.device)
+    of_earlier = counts.movedim(dim, -1).unsqueeze(-2) * (place < place.unsqueeze(1))
+    return of_earlier.sum(dim=-1).movedim(-1, dim)
 
 
 def to_blocks(x_nd: Tensor, blocks: ExpertBlocks) -> Tensor:

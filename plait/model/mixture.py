@@ -18,7 +18,14 @@ from torch.autograd.function import once_differentiable
 
 from plait.accelerator import has_cuda_kernels, is_compiled
 from plait.model.attention import Rows
-from plait.model.expert_blocks import ExpertBlocks, block_product, blocks_by_expert, from_blocks, to_blocks
+from plait.model.expert_blocks import (
+    ExpertBlocks,
+    block_product,
+    blocks_by_expert,
+    from_blocks,
+    sum_of_earlier,
+    to_blocks,
+)
 from plait.model.feedforward import FeedForward, activated
 from plait.model.linear import to_compute_precision
 from plait.model.parts.mixture import MixtureShape
@@ -328,7 +335,7 @@ def kept_choices(
     order_r = group_r.argsort(stable=True)
     place_r = torch.empty_like(order_r)
     place_r[order_r] = torch.arange(len(order_r), device=order_r.device)
-    place_r -= (counts.cumsum(0) - counts)[group_r]
+    place_r -= _earlier(counts, 0)[group_r]
     before_bse = _in_earlier_spans(counts.view(rows, own, experts), spans, over_sequence)
     return (place_r + before_bse.flatten()[group_r] < limit).view_as(chosen_nk)
 
@@ -348,4 +355,8 @@ def _in_earlier_spans(counts_bse: Tensor, spans: RowSpans, over_sequence: Callab
     every = torch.zeros(rows, spans.of, experts, dtype=torch.float64, device=counts_bse.device)
     every[:, list(spans.own)] = counts_bse.double()
     every = over_sequence(every)
-    return (every.cumsum(1) - every)[:, list(spans.own)].to(counts_bse.dtype)
+    return _earlier(every, 1)[:, list(spans.own)].to(counts_bse.dtype)
+
+
+def _earlier(counts: Tensor, dim: int) -> Tensor:
+    return sum_of_earlier(counts, dim) if is_compiled(counts.device) else counts.cumsum(dim) - counts

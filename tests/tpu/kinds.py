@@ -14,7 +14,6 @@ from plait.data.samples.opening import all_pairs
 from plait.model.adapter_shape import AdapterShape
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.parts.mixture import MixtureShape
-from plait.model.parts.objectives import ObjectivesShape
 from plait.model.shape import ModelShape, linear_layers
 from plait.parallel.communicator import ONE_PROCESS
 from plait.partition.execution import Precision
@@ -31,7 +30,12 @@ KINDS: dict[str, Change] = {
     "experts": lambda shape: replace(
         shape,
         mixture=MixtureShape(
-            experts=4, experts_per_token=2, expert_ffn=32, shared_experts=1, balance=("bias", "sequence")
+            experts=4,
+            experts_per_token=2,
+            expert_ffn=32,
+            shared_experts=1,
+            balance=("bias", "sequence"),
+            balance_weights=(0.01,),
         ),
     ),
     "experts with a capacity": lambda shape: replace(
@@ -44,9 +48,6 @@ KINDS: dict[str, Change] = {
     ),
     "LoRA": lambda shape: replace(shape, adapter=AdapterShape(rank=4, alpha=8.0, targets=linear_layers(shape))),
     "DPO": lambda shape: shape,
-    "heads and depths": lambda shape: replace(
-        shape, objectives=ObjectivesShape(heads=(1,), head_weights=(0.1,), ahead=1)
-    ),
 }
 RECIPE = ("model.width=32", "model.heads=4", "model.vocabulary=300", "layout.replicate=1", "optimizer.lr=0.003")
 

@@ -20,8 +20,10 @@ def test_a_step_computes_what_it_does_on_the_processor(kind: str, tmp_path: Path
     assert there.losses == pytest.approx(here.losses, rel=1e-5)
     assert there.norms == pytest.approx(here.norms, rel=1e-4)
     assert there.gradients.keys() == here.gradients.keys()
-    for name, gradient in here.gradients.items():
-        assert float((there.gradients[name] - gradient).abs().max()) <= 1e-5 * float(gradient.abs().max()), name
+    largest = max(float(gradient.abs().max()) for gradient in here.gradients.values())
+    for name, gradient in here.gradients.items():  # a bias of keys has none, but for rounding
+        scale = max(float(gradient.abs().max()), 1e-3 * largest)
+        assert float((there.gradients[name] - gradient).abs().max()) <= 1e-5 * scale, name
     assert len(set(here.losses)) == len(here.losses)
 
 
