@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-gpu test-cuda-build test-newest slurm faults check docs bench speedrun bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-gpu test-cuda-build test-tpu test-newest slurm faults check docs bench speedrun bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -122,6 +122,10 @@ CUDA_BUILDS ?= 2.11.0 2.14.1
 
 test-cuda-build: python  ## forward, backward and compilation with CUDA builds of torch, without a card; needs gcc
 	$(PYTHON) tests/cuda_build/build.py $(CUDA_BUILDS)
+
+# 3 GB to download and 5 GB on disk, kept in .tpu-build; part of no other target.
+test-tpu:  ## whole steps on the device "tpu" by Google's backend for torch, without a TPU; needs Python 3.12 or newer
+	$(PYTHON) tests/tpu/build.py
 
 test-newest:  ## on the oldest and the newest Debian that are supported, in chroots that are kept (25 GB); needs root and debootstrap
 	tests/newest/run.sh train bookworm

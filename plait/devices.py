@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-DeviceName = Literal["cpu", "cuda", "xpu"]
+DeviceName = Literal["cpu", "cuda", "xpu", "tpu"]
 """The names that torch uses."""
+NamedDevice = Literal["cpu", "tpu"]
+"""The kinds that a recipe may name in run.devices; GPUs are named by their numbers."""
 DevicePlace = Literal["host", "accelerator"]
 """On the host, workers share cores and memory, and an operation is done when its call returns. An accelerator has
 its own memory and one worker, and queues its work in streams."""
@@ -19,16 +21,26 @@ class DeviceTraits:
 
     name: DeviceName
     place: DevicePlace
-    messages: Literal["gloo", "nccl", "xccl"]
+    messages: Literal["gloo", "nccl", "xccl", "tpu_dist"]
     """torch.distributed's backend for tensors that lie on the device."""
     kernels: Literal["none", "CUDA's"] = "none"
     """What torch offers for it beyond the usual operations: attention over documents of any length, products grouped
     by expert, and steps recorded as graphs. Without these, plait uses the usual operations."""
-    proof: Literal["tested", "written, not run"] = "tested"
+    operations: Literal["launched", "compiled"] = "launched"
+    """"launched": one by one, in streams. "compiled": collected, and compiled together for each new shape, which takes
+    seconds; so attention, documents and experts keep to the shapes that the plan fixes. There are no streams, no pinned
+    memory and no events; what torch offers for such a device is in torch.accelerator."""
+    proof: Literal["tested", "written, not run", "run without a chip"] = "tested"
+    """"run without a chip": by the maker's own backend for torch, on a processor."""
 
     @property
     def is_accelerator(self) -> bool:
         return self.place == "accelerator"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether operations are compiled for each shape (`operations`)."""
+        return self.operations == "compiled"
 
     @property
     def process_groups(self) -> str:
@@ -44,6 +56,14 @@ DEVICE_TRAITS: Mapping[DeviceName, DeviceTraits] = {
         DeviceTraits(name="cuda", place="accelerator", messages="nccl", kernels="CUDA's"),
         # Intel's GPUs. torch.xpu has the functions of torch.cuda that accelerator.py uses.
         DeviceTraits(name="xpu", place="accelerator", messages="xccl", proof="written, not run"),
+        # Google's TPUs, by TorchTPU: the package torch_tpu, which torch loads where there is a chip.
+        DeviceTraits(
+            name="tpu",
+            place="accelerator",
+            messages="tpu_dist",
+            operations="compiled",
+            proof="run without a chip",
+        ),
     )
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from plait.accelerator import is_accelerator, module_of
+from plait.accelerator import has_streams, module_of
 
 PIECE_BYTES = 32 * 2**20
 """Large enough that a copy from a device runs at the bus's speed; two such pieces are in memory at a time."""
@@ -19,12 +19,12 @@ BeginCopy = Callable[[Tensor, Tensor], Callable[[], None]]
 def host_bytes(tensor: Tensor) -> Iterator[memoryview]:
     """The tensor's bytes in order; a piece is valid until the next one is asked for.
 
-    What lies on a processor is one piece and not copied, and so is what has no bytes. From an accelerator pieces come
-    through two buffers of pinned memory, which the bus writes to directly: one is filled while the caller works with
-    the other.
+    What lies on a processor is one piece and not copied, and so is what has no bytes; from a device without streams all
+    comes at once. From others pieces come through two buffers of pinned memory, which the bus writes to directly: one
+    is filled while the caller works with the other.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if not is_accelerator(flat.device) or not len(flat):
+    if not has_streams(flat.device) or not len(flat):
         return iter([flat.cpu().numpy().data])
     size = min(PIECE_BYTES, len(flat))
     rooms = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]

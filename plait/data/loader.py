@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from plait.accelerator import to_device
+from plait.accelerator import is_compiled, to_device
 from plait.data.balance import balance_samples, order_by_load
 from plait.data.integrity import BackgroundVerification
 from plait.data.micro_sizes import micro_sizes
 from plait.data.packing import Lengths, restarting_positions, rows_ahead, zigzag_columns
 from plait.data.rows import IGNORED_TARGET
-from plait.data.samples.micro import Ahead, Micro, MicroPairs, SampleSelection
+from plait.data.samples.micro import NO_PAIR, Ahead, Micro, MicroPairs, SampleSelection
 from plait.data.samples.opening import all_training_samples, heldout_samples
 from plait.data.samples.reader import PairRows, RowReader, SampleReader
 from plait.data.samples.sizes import Overlong
@@ -139,11 +139,20 @@ def _with_pairs(micro: Micro, corpus: Corpus, pairs: PairRows | None, samples: S
     pairs = pairs or PairRows.none((len(micro.inputs), samples.sequence))
     columns = zigzag_columns(samples.sequence, samples.context_degree, samples.context_rank)
     held = MicroPairs(
-        numbers=_tensor(pairs.numbers, samples.device),
+        numbers=_tensor(_pair_numbers(pairs, len(micro.inputs), samples.device), samples.device),
         sequence=_tensor(pairs.sequence[:, columns], samples.device),
         reported=len(pairs.numbers) if samples.context_rank == 0 else 0,
     )
     return replace(micro, pairs=held)
+
+
+def _pair_numbers(pairs: PairRows, rows: int, device: torch.device) -> Lengths:
+    """The pairs' numbers; on devices that compile operations for each shape, as many as these rows can ever hold."""
+    if not is_compiled(device):
+        return pairs.numbers
+    numbers = np.full(rows * pairs.most_in_row, NO_PAIR)
+    numbers[: len(pairs.numbers)] = pairs.numbers
+    return numbers
 
 
 def _own_samples(reader: SampleReader, places: Lengths, samples: SampleSelection) -> Lengths:

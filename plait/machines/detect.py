@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from plait.devices import DEVICE_TRAITS
+from plait.errors import PlaitError
 from plait.machines.gpus import (
     BF16_CAPABILITY,
     FP16_CAPABILITY,
@@ -19,6 +21,7 @@ from plait.machines.gpus import (
 )
 from plait.machines.machine import Machine, detect_cpu_machine
 from plait.machines.requested_workers import ANY_WORKERS, RequestedWorkers, chosen_gpus
+from plait.machines.tpus import check_tpus_are_seen, tpu_software
 
 
 def detect_machine(
@@ -35,10 +38,28 @@ def detect_machine(
     """
     library = library or TorchGpus()
     if requested.devices != "cpu":
-        check_gpus_are_seen(library, here or ThisHost())
+        _check_accelerators_are_seen(requested, library, here or ThisHost())
     if numbers := chosen_gpus(requested, library.count()):
         check_gpus_are_usable(library, numbers)
     return describe_machine(requested, library, tools)
+
+
+def _check_accelerators_are_seen(requested: RequestedWorkers, library: GpuLibrary, host: Host) -> None:
+    """Raise PlaitError where the recipe asks for accelerators that torch does not see, or leaves the choice open and
+    torch does not see those that are there."""
+    named, found = requested.devices, library.name()
+    sees_tpus = found is not None and DEVICE_TRAITS[found].is_compiled
+    if named == "tpu":
+        check_tpus_are_seen(host, tpu_software(), sees_tpus=sees_tpus, are_named=True)
+        return
+    if sees_tpus and isinstance(named, tuple):
+        raise PlaitError(
+            "run.devices names GPUs by number, and this machine has TPU chips, which have none; write "
+            'run.devices = "tpu", and run.workers = 4 for four of them'
+        )
+    check_gpus_are_seen(library, host)
+    if found is None:
+        check_tpus_are_seen(host, tpu_software(), sees_tpus=False, are_named=False)
 
 
 def describe_machine(

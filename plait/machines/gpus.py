@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from plait.accelerator import accelerator_count, accelerator_name, free_memory_of, module_of
+from plait.accelerator import accelerator_count, accelerator_name, free_memory_of, is_compiled, module_of
 from plait.devices import DeviceName
 from plait.errors import PlaitError
 from plait.units import counted, format_bytes
@@ -90,6 +91,8 @@ class TorchGpus:
         return self._name
 
     def build(self) -> TorchBuild:
+        if self._name is not None and is_compiled(torch.device(self._name)):
+            return TorchBuild(version=torch.__version__, cuda=None)  # a CUDA build serves these devices, too
         kernels = module_of(self._name).get_arch_list() if self._name else ()
         return TorchBuild(version=torch.__version__, cuda=torch.version.cuda, kernels=tuple(kernels))
 
@@ -97,11 +100,15 @@ class TorchGpus:
         return accelerator_count()
 
     def gpu(self, number: int) -> Gpu:
-        found = module_of(self._device(number)).get_device_properties(number)
+        with warnings.catch_warnings():  # TorchTPU calls the function experimental
+            warnings.simplefilter("ignore")
+            found = module_of(self._device(number)).get_device_properties(number)
         capability = (getattr(found, "major", 0), getattr(found, "minor", 0))
         return Gpu(name=found.name, memory_bytes=found.total_memory, capability=capability)
 
     def free_bytes(self, number: int) -> int | None:
+        if is_compiled(self._device(number)):  # asking takes the device, which has one process
+            return self.gpu(number).memory_bytes
         try:
             return free_memory_of(self._device(number))
         except RuntimeError:  # "busy or unavailable": exclusive mode, or out of memory for a context

@@ -6,12 +6,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from plait.devices import NamedDevice
 from plait.errors import PlaitError
 from plait.machines.machine import Machine
 from plait.units import counted
 
-RequestedDevices = Literal["auto", "cpu"] | tuple[int, ...]
-"""All GPUs that torch sees, else the processor ("auto"); the processor ("cpu"); or some GPUs by torch's numbers."""
+RequestedDevices = Literal["auto"] | NamedDevice | tuple[int, ...]
+"""All accelerators that torch sees, else the processor ("auto"); one kind of device; or GPUs by torch's numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ def chosen_gpus(requested: RequestedWorkers, present: int) -> tuple[int, ...]:
     is not there, and for more workers than GPUs."""
     if requested.devices == "cpu":
         return ()
-    gpus = tuple(range(present)) if requested.devices == "auto" else requested.devices
+    gpus = requested.devices if isinstance(requested.devices, tuple) else tuple(range(present))
     if missing := [str(gpu) for gpu in gpus if gpu >= present]:
         raise PlaitError(f"run.devices names GPU {missing[0]}, and {_gpus_text(present)}")
     if requested.workers == "auto" or not gpus:

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from plait.accelerator import has_cuda_kernels, suits_flash_kernels, to_device
+from plait.accelerator import has_cuda_kernels, is_compiled, suits_flash_kernels, to_device
 from plait.model.blocked_attention import attend_in_blocks, suits_blocks
 from plait.model.linear import Linear, to_compute_precision
+from plait.model.masked_attention import attend_masked
 from plait.model.matmul import attend_by_default_library
 from plait.model.norm import RMSNorm, make_head_norm, norm_offset
 from plait.model.parts.checks import biased_parts
@@ -31,7 +32,8 @@ class Documents:
     """Lengths of the consecutive documents in the flattened rows of a batch; none crosses the end of a row.
 
     Where the device's kernel needs them, `GPT.forward` adds `ends`, shape [documents + 1], the cumulative lengths from
-    0, unless they are given, and `longest`, an upper bound of the lengths.
+    0, unless they are given, and `longest`, an upper bound of the lengths; where the device compiles operations for
+    each shape, `positions_bt`, the tokens' positions in their documents.
 
     Never changed, and yet not frozen: torch 2.11's compiler reads every field of a frozen dataclass that a layer is
     given, and so recompiled for each batch's lengths, also where no graph uses them.
@@ -40,8 +42,9 @@ class Documents:
     lengths: tuple[int, ...]
     ends: Tensor | None = None
     longest: int = 0
+    positions_bt: Tensor | None = None
 
-    def on(self, device: torch.device, *, longest: int) -> Documents:
+    def on(self, device: torch.device, *, longest: int, positions_bt: Tensor | None = None) -> Documents:
         """These documents in the form that the device's attention kernel needs; no synchronization with the device.
 
         `longest` is the length of the longest possible row, not of this batch's longest document: compiled layers
@@ -49,6 +52,8 @@ class Documents:
         """
         if self.ends is not None:
             return Documents(self.lengths, self.ends, longest)
+        if is_compiled(device):
+            return Documents(self.lengths, positions_bt=positions_bt)
         if not has_cuda_kernels(device):
             return self
         ends = to_device(cumulative_lengths(self.lengths), device)
@@ -170,6 +175,8 @@ class Attention(nn.Module):
 def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int = 0) -> Tensor:
     """Each token sees itself and the earlier tokens of its row, or of its document where documents are given; of these
     the last `window` ones, itself included, where that is not 0."""
+    if is_compiled(q_bthd.device):
+        return attend_masked(q_bthd, k_bthd, v_bthd, None if documents is None else documents.positions_bt, window)
     if documents is None:
         return _attend_rows(q_bthd, k_bthd, v_bthd, window)
     # Of bfloat16 it is known, and a compiled layer need not ask.

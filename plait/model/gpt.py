@@ -83,7 +83,9 @@ class GPT(nn.Module):
             rotation=self.rotary(positions_bt, hidden_nd.dtype) if self.rotary is not None else None,
             window_rotation=None if self.window_rotary is None else self.window_rotary(positions_bt, hidden_nd.dtype),
             query_growth=query_growth(self.shape, positions_bt, hidden_nd.dtype),
-            documents=documents.on(hidden_nd.device, longest=self.shape.sequence) if documents is not None else None,
+            documents=documents.on(hidden_nd.device, longest=self.shape.sequence, positions_bt=positions_bt)
+            if documents is not None
+            else None,
             cache=cache,
             counted_n=counted_n,
             numbers_n=numbers_n,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -15,8 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from plait.accelerator import suits_flash_kernels
+from plait.accelerator import is_compiled, suits_flash_kernels
 from plait.model.attention import Rows
+from plait.model.expert_blocks import (
+    ExpertBlocks,
+    block_product,
+    blocks_by_expert,
+    from_blocks,
+    sum_of_earlier,
+    to_blocks,
+)
 from plait.model.feedforward import FeedForward, activated
 from plait.model.linear import to_compute_precision
 from plait.model.parts.mixture import MixtureShape
@@ -28,18 +37,23 @@ class Experts(nn.ModuleDict):
     """The routed experts of a layer that this rank holds, by their numbers; called as one, so that sharding may gather
     what they share out."""
 
-    def forward(self, rows_rd: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """The experts' results for their rows, which come in their order, `counts` of each."""
+    def forward(self, rows_rd: Tensor, counts: tuple[int, ...] | ExpertBlocks) -> Tensor:
+        """The experts' results for their rows, which come in their order, `counts` of each, or in blocks."""
         experts = [one for one in self.values() if isinstance(one, FeedForward)]
+        if isinstance(counts, ExpertBlocks):
+            return _results(experts, rows_rd, partial(block_product, blocks=counts))
         if not _multiply_plainly(experts, rows_rd):
             parts = rows_rd.split(list(counts))
             return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
-        activation = experts[0].activation
-        ups, downs = [one.up.weight for one in experts], [one.down.weight for one in experts]
-        gates = [one.gate.weight for one in experts] if activation in GATED else None
-        gate_rf = None if gates is None else grouped_product(rows_rd, gates, counts)
-        inner_rf = activated(activation, gate_rf, grouped_product(rows_rd, ups, counts))
-        return grouped_product(inner_rf, downs, counts)
+        return _results(experts, rows_rd, partial(grouped_product, counts=counts))
+
+
+def _results(experts: Sequence[FeedForward], rows_rd: Tensor, product: Callable[..., Tensor]) -> Tensor:
+    """What experts make of their rows, by a product of all their weights."""
+    activation = experts[0].activation
+    gate_rf = product(rows_rd, [one.gate.weight for one in experts]) if activation in GATED else None
+    inner_rf = activated(activation, gate_rf, product(rows_rd, [one.up.weight for one in experts]))
+    return product(inner_rf, [one.down.weight for one in experts])
 
 
 def _multiply_plainly(experts: Sequence[FeedForward], rows_rd: Tensor) -> bool:
@@ -92,7 +106,10 @@ class Mixture(nn.Module):
         """Each token's chosen experts' results, weighted and added up, and those of the shared experts. An expert
         without tokens multiplies no rows, and so has a gradient, of zeros."""
         number, chosen_nk = self.shape_of_mixture.experts, routing.chosen_nk
-        order = order_by_expert(chosen_nk if kept_nk is None else chosen_nk.masked_fill(~kept_nk, number), number)
+        chosen_nk = chosen_nk if kept_nk is None else chosen_nk.masked_fill(~kept_nk, number)
+        if is_compiled(x_nd.device):
+            return self._mix_blocks(x_nd, routing, blocks_by_expert(chosen_nk, number))
+        order = order_by_expert(chosen_nk, number)
         of_shared: list[Tensor] = []
 
         def meanwhile() -> None:
@@ -101,6 +118,12 @@ class Mixture(nn.Module):
         results_rd = self.run_all(to_experts(x_nd, order), order.counts, self.experts, meanwhile)
         weighted_nkd = from_experts(results_rd, order) * routing.gates_nk.to(results_rd.dtype).unsqueeze(2)
         return sum(of_shared, weighted_nkd.sum(dim=1))
+
+    def _mix_blocks(self, x_nd: Tensor, routing: Routing, blocks: ExpertBlocks) -> Tensor:
+        """The same in shapes that stay. All experts are on this rank."""
+        results_nkd = from_blocks(self.experts(to_blocks(x_nd, blocks), blocks), blocks)
+        mixed_nd = (results_nkd * routing.gates_nk.to(results_nkd.dtype).unsqueeze(2)).sum(dim=1)
+        return mixed_nd if self.shared is None else self.shared(x_nd) + mixed_nd
 
     def _counted(self, mixed_nd: Tensor, routing: Routing, kept_nk: Tensor | None, rows: Rows) -> Tensor:
         """The result, whose backward hands over counts and balance losses."""
@@ -307,13 +330,22 @@ def kept_choices(
     groups = rows * own * experts
     first_n = torch.arange(rows * own, device=chosen_nk.device).repeat_interleave(len(chosen_nk) // (rows * own))
     group_r = (first_n.unsqueeze(1) * experts + chosen_nk).flatten()
-    counts = torch.bincount(group_r, minlength=groups)
+    counts = _counts(group_r, groups)
     order_r = group_r.argsort(stable=True)
     place_r = torch.empty_like(order_r)
     place_r[order_r] = torch.arange(len(order_r), device=order_r.device)
-    place_r -= (counts.cumsum(0) - counts)[group_r]
+    place_r -= _earlier(counts, 0)[group_r]
     before_bse = _in_earlier_spans(counts.view(rows, own, experts), spans, over_sequence)
     return (place_r + before_bse.flatten()[group_r] < limit).view_as(chosen_nk)
+
+
+def _counts(group_r: Tensor, groups: int) -> Tensor:
+    """How often each number below `groups` occurs."""
+    if is_compiled(group_r.device):  # bincount's result has no shape that is known beforehand
+        return torch.zeros(groups, dtype=torch.int64, device=group_r.device).scatter_add_(
+            0, group_r, torch.ones_like(group_r)
+        )
+    return torch.bincount(group_r, minlength=groups)
 
 
 def _in_earlier_spans(counts_bse: Tensor, spans: RowSpans, over_sequence: Callable[[Tensor], Tensor]) -> Tensor:
@@ -322,4 +354,8 @@ def _in_earlier_spans(counts_bse: Tensor, spans: RowSpans, over_sequence: Callab
     every = torch.zeros(rows, spans.of, experts, dtype=torch.float64, device=counts_bse.device)
     every[:, list(spans.own)] = counts_bse.double()
     every = over_sequence(every)
-    return (every.cumsum(1) - every)[:, list(spans.own)].to(counts_bse.dtype)
+    return _earlier(every, 1)[:, list(spans.own)].to(counts_bse.dtype)
+
+
+def _earlier(counts: Tensor, dim: int) -> Tensor:
+    return sum_of_earlier(counts, dim) if is_compiled(counts.device) else counts.cumsum(dim) - counts

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from plait.accelerator import accelerator_name, choose_device, own_device, synchronize
+from plait.accelerator import accelerator_name, choose_device, named_devices, own_device, synchronize
 from plait.devices import ACCELERATORS, DEVICE_TRAITS
 from plait.layout import AXES, Layout
 from plait.machines.gpus import TorchGpus, check_gpu_computes
+from plait.machines.tpus import check_tpu_computes
 from plait.parallel.communicator import ONE_PROCESS, Communicator
 from plait.parallel.launcher_store import open_launcher_store
 from plait.parallel.watched import WATCH
@@ -50,7 +51,7 @@ class LocalGroup(dist.ProcessGroup):
 
 
 LOCAL_BACKEND = "lone"
-dist.Backend.register_backend(LOCAL_BACKEND, LocalGroup, devices=list(DEVICE_TRAITS))
+dist.Backend.register_backend(LOCAL_BACKEND, LocalGroup, devices=named_devices())
 
 
 class GroupCommunicator:
@@ -83,7 +84,8 @@ def use_gpu(number: int) -> None:
     name = accelerator_name()
     assert name is not None, "a plan for accelerators runs on a machine without"
     choose_device(torch.device(name, number))
-    check_gpu_computes(TorchGpus(), number)
+    check = check_tpu_computes if DEVICE_TRAITS[name].is_compiled else check_gpu_computes
+    check(TorchGpus(), number)
 
 
 def open_store(rendezvous: str, rank: int, world_size: int) -> Store:

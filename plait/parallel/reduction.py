@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.accelerator import is_accelerator, module_of
+from plait.accelerator import has_streams, module_of
 from plait.parallel.collectives import expect_parts, reduce_scatter, send_parts, spread_own
 
 Transfer = Literal["float32", "bf16"]
@@ -253,11 +253,12 @@ class TransferStream(Protocol):
 
 def transfer_stream(device: torch.device) -> TransferStream:
     """The stream for transfers of tensors on this device."""
-    return SideStream(device) if is_accelerator(device) else NoStream()
+    return SideStream(device) if has_streams(device) else NoStream()
 
 
 class NoStream:
-    """Tensors of a processor: blocks run where they are called, one after the other with the arithmetic."""
+    """Tensors of a processor, or of a device without streams: blocks run where they are called, one after the other
+    with the arithmetic."""
 
     def after_compute(self) -> AbstractContextManager[None]:
         """Nothing to order."""

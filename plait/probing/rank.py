@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from plait.accelerator import is_accelerator, own_device
 from plait.checked_json import parse_json
 from plait.devices import DEVICE_TRAITS, DeviceName
-from plait.errors import RunFailed
+from plait.errors import PlaitError, RunFailed
 from plait.launch.values.job import RankContext
 from plait.machines.detect import describe_machine
 from plait.machines.machine import core_share
@@ -195,6 +195,11 @@ def join_probe(context: RankContext, device_name: DeviceName, gpus: Sequence[int
     ranks = exchange_rank_places(store, context, within_s=RENDEZVOUS_TIMEOUT_S)
     hosts = group_ranks_by_host(ranks)
     clock: Clock = WallClock()
+    if DEVICE_TRAITS[device_name].is_compiled:
+        raise PlaitError(
+            "plait probe times single operations, and a TPU runs programs that are compiled from many; forecasts for "
+            "it rest on published rates, and several TPU machines do not train together yet: train on one"
+        )
     if DEVICE_TRAITS[device_name].is_accelerator:
         use_gpu(gpus[context.local_rank] if gpus else context.local_rank)
         clock = event_clock(own_device(device_name), COLLECTIVE_TIMEOUT.total_seconds())

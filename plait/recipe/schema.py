@@ -10,6 +10,7 @@ from typing import Annotated, Literal, Self
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
+from plait.devices import NamedDevice
 from plait.recipe.finetune import FinetuneSection
 from plait.recipe.model_section import ModelSection
 from plait.recipe.section import RecipeSection
@@ -40,8 +41,8 @@ class RunSection(RecipeSection):
     """Folder under runs/; "auto" takes the recipe file's name."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     """Decides the first weights and the order of the data, nothing else."""
-    devices: Literal["cpu"] | DeviceNumbers | Auto = "auto"
-    """"cpu", or GPUs by torch's numbers: "0,2"; "auto" takes all GPUs, else the processor."""
+    devices: NamedDevice | DeviceNumbers | Auto = "auto"
+    """"cpu", "tpu", or GPUs by torch's numbers: "0,2"; "auto" takes all GPUs or TPU chips, else the processor."""
     workers: Degree | Auto = "auto"
     """Worker processes on this machine; on GPUs one for each GPU."""
     threads: Degree | Auto = "auto"

@@ -53,7 +53,7 @@ def _device_numbers(value: object) -> object:
         return value
     numbers = [part.strip() for part in value.split(",")]
     if not all(number.isdecimal() for number in numbers):
-        raise ValueError(f'"{value}" names no devices; write "auto", "cpu", or GPUs by number such as "0,2"')
+        raise ValueError(f'"{value}" names no devices; write "auto", "cpu", "tpu", or GPUs by number such as "0,2"')
     return tuple(map(int, numbers))
 
 

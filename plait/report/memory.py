@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from plait.accelerator import is_accelerator, module_of
+from plait.accelerator import is_accelerator, peak_memory_of, reset_peak_memory
 
 
 class LiveTensorPeak:
@@ -32,7 +32,7 @@ class LiveTensorPeak:
 
     def __enter__(self) -> Self:
         if self._watch is None:
-            module_of(self._device).reset_peak_memory_stats(self._device)
+            reset_peak_memory(self._device)
         else:
             self._watch.__enter__()
         return self
@@ -41,7 +41,7 @@ class LiveTensorPeak:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._watch is None:
-            self.bytes = module_of(self._device).max_memory_allocated(self._device)
+            self.bytes = peak_memory_of(self._device)
         else:
             self._watch.__exit__(kind, error, trace)
             self.bytes = self._watch.peak_bytes

@@ -16,11 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from plait.accelerator import is_compiled
 from plait.devices import DEVICE_TRAITS
 from plait.errors import RunFailed
 from plait.launch.values.job import NOTE, RankContext
+from plait.machines.gpus import ThisHost
+from plait.machines.tpus import find_tpu_chips
 from plait.model.matmul import select_matmul_library, select_matmul_precision
 from plait.parallel.mesh import PEER_TIMEOUT, make_mesh, open_store, use_gpu, world_communicator
+from plait.parallel.tpu_slice import join_slice
 from plait.planner.plan import Plan
 from plait.planner.plan_file import read_plan
 from plait.planner.settings import run_settings
@@ -123,7 +127,9 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
             keep, keep_s = plan.cadence.checkpoint_keep, plan.cadence.checkpoint_keep_s
             prune = partial(prune_old, folder / "checkpoints", keep, keep_s, world, whole, saver.fence)
             choices = load_choices(assembly, Path(plan.job.choices) if plan.job.choices else None, world)
-            sample_every = sample_every_steps(config.report.samples, plan.job.steps)
+            # Text grows by a token at a time, and so would the programs that are compiled.
+            every = sample_every_steps(config.report.samples, plan.job.steps)
+            sample_every = 0 if is_compiled(assembly.device) else every
             sampler = (
                 load_sampler(assembly, config.report.prompt, config.run.seed, config.data.overlong, world)
                 if sample_every
@@ -157,11 +163,13 @@ def process_group_for(context: RankContext, plan: Plan) -> Iterator[None]:
     # Moments of embedding rows that stay without a gradient decay into denormal numbers, which CPUs compute slowly.
     torch.set_flush_denormal(True)
     select_matmul_library(plan.matmul_backend_of(context.rank) if plan.machines.device == "cpu" else "default")
+    store = open_store(context.rendezvous, context.rank, context.world_size)
+    if DEVICE_TRAITS[plan.machines.device].is_compiled:
+        join_slice(store, context.rank, context.world_size, context.local_world_size, find_tpu_chips(ThisHost()).name)
     if plan.machines.have_accelerators:
         use_gpu(plan.gpu_of(context.local_rank))
         select_deterministic_kernels(plan)
         select_matmul_precision(plan.execution.arithmetic.matmul_precision)
-    store = open_store(context.rendezvous, context.rank, context.world_size)
     dist.init_process_group(
         DEVICE_TRAITS[plan.machines.device].process_groups,
         store=store,

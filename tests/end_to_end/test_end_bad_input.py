@@ -42,7 +42,8 @@ CASES = {
     "samples by the clock": ((*TRAIN, "report.samples=5 minutes"), ["report.samples", "must count steps"]),
     "a misspelt key in the recipe": (("train", "typo.toml"), ["model.widht", "model.width?"]),
     "a key in the wrong section": ((*TRAIN, "train.lr=1"), ["train.lr", "optimizer.lr?"]),
-    "devices that are none": ((*TRAIN, "run.devices=tpu"), ['"tpu" names no devices; write "auto", "cpu"']),
+    "devices that are none": ((*TRAIN, "run.devices=gpu"), ['"gpu" names no devices; write "auto", "cpu"']),
+    "a TPU that is not there": ((*TRAIN, "run.devices=tpu"), ["this machine has no TPU"]),
     "a GPU that is not there": ((*TRAIN, "run.devices=97"), ["run.devices names GPU 97"]),
     "more threads than cores": ((*TRAIN, "run.threads=9999"), ["run.threads = 9999 are more than this machine has"]),
     "a model that is not there": (

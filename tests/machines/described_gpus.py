@@ -22,9 +22,10 @@ class DescribedGpus:
     sums: Mapping[int, float | str] = field(default_factory=dict)
     """What ones come to by number, or the error's text; all the others add well."""
     built: TorchBuild = CUDA_13
+    kind: DeviceName = "cuda"
 
     def name(self) -> DeviceName | None:
-        return "cuda" if self.gpus else None
+        return self.kind if self.gpus else None
 
     def build(self) -> TorchBuild:
         return self.built
@@ -64,7 +65,8 @@ class DescribedHost:
         return self.files.get(path)
 
     def names_in(self, folder: str) -> Sequence[str]:
-        return [path.removeprefix(f"{folder}/") for path in self.files if path.startswith(f"{folder}/")]
+        inside = (path.removeprefix(f"{folder}/") for path in self.files if path.startswith(f"{folder}/"))
+        return list(dict.fromkeys(path.partition("/")[0] for path in inside))
 
     def answer(self, command: Sequence[str]) -> str | None:
         return self.answers.get(" ".join(command))

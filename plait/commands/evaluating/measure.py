@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
-from plait.accelerator import accelerator_count
+from plait.accelerator import gpu_count
 from plait.commands.evaluating.request import EvaluationAnswer, EvaluationRequest, read_answer, write_rows
 from plait.commands.models.found_model import FoundModel
 from plait.commands.models.opened_model import devices_to_evaluate_on
@@ -115,7 +115,7 @@ def _request(
         documents=like.job.documents if like else "mask",
         overlong=found.run.folder.saved_config().data.overlong if found.run else "refuse",
         eot=found.tokenizer.eot,
-        gpus=devices_to_evaluate_on(found.run.devices if found.run else "auto", accelerator_count()),
+        gpus=devices_to_evaluate_on(found.run.devices if found.run else "auto", gpu_count()),
         folder=folder,
     )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from plait.accelerator import accelerator_count, accelerator_name
+from plait.accelerator import accelerator_name, gpu_count
 from plait.checkpoint.store import read_manifest
 from plait.checkpoint.transfer import read_tensor
 from plait.commands.models.end_tokens import stored_ends
@@ -81,7 +81,7 @@ def end_tokens(opened: OpenedModel) -> frozenset[int]:
 
 def _opened(found: FoundModel) -> OpenedModel:
     requested = found.run.devices if found.run else "auto"
-    device = device_to_sample_on(requested, accelerator_name(), accelerator_count())
+    device = device_to_sample_on(requested, accelerator_name(), gpu_count())
     return OpenedModel(
         model=load_stored(found.stored, device),
         tokenizer=found.tokenizer,
@@ -124,9 +124,9 @@ def load_adapter(stored: StoredAdapter, base: BaseModel) -> LoadedAdapter:
 def device_to_sample_on(requested: RequestedDevices, kind: DeviceName | None, present: int) -> torch.device:
     """The first of a run's devices; where the run was brought to another machine, that one's first GPU, or its
     processor."""
-    if requested == "cpu" or kind is None:
+    if requested == "cpu" or kind is None or not present:
         return torch.device("cpu")
-    first = 0 if requested == "auto" else requested[0]
+    first = requested[0] if isinstance(requested, tuple) else 0
     return torch.device(kind, first if first < present else 0)
 
 
@@ -136,4 +136,5 @@ def devices_to_evaluate_on(requested: RequestedDevices, present: int) -> tuple[i
     if requested == "cpu" or not present:
         return ()
     everybody = tuple(range(present))
-    return everybody if requested == "auto" else tuple(one for one in requested if one < present) or everybody
+    chosen = tuple(one for one in requested if one < present) if isinstance(requested, tuple) else ()
+    return chosen or everybody

@@ -21,10 +21,14 @@ class Ahead:
     targets: torch.Tensor
 
 
+NO_PAIR = -1
+"""In the place of a pair's number, for devices that compile operations for each number of pairs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroPairs:
-    """The pairs of answers in a micro-batch: `numbers` [P] among all of the corpus, and `sequence` [B, T]: for a token
-    2i in the chosen example of pair i here, 2i + 1 in the rejected one, -1 in none.
+    """The pairs of answers in a micro-batch: `numbers` [P] among all of the corpus, NO_PAIR where there is none, and
+    `sequence` [B, T]: for a token 2i in the chosen example of pair i here, 2i + 1 in the rejected one, -1 in none.
 
     Of `numbers` all ranks of a context have the same ones, and `sequence` says it of each rank's own tokens. `reported`
     is how many of the pairs this rank counts: all of them on the first of those ranks, and none on the others.
@@ -69,7 +73,9 @@ class Micro:
         float64 scalar on the device."""
         if self.pairs is None:
             return self.tokens
-        return torch.full((), self.pairs.reported, dtype=torch.float64, device=self.targets.device)
+        if not self.pairs.reported:
+            return torch.zeros((), dtype=torch.float64, device=self.targets.device)
+        return (self.pairs.numbers != NO_PAIR).sum().double()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,7 +176,11 @@ class PackedReader:
             return None
         sequence = np.full(shape[0] * shape[1], NO_SEQUENCE, dtype=np.int64)
         sequence[places] = np.repeat(np.arange(len(example)), self._packed.length[example])
-        return PairRows(numbers=self._packed.pair[example[::2]], sequence=sequence.reshape(shape))
+        return PairRows(
+            numbers=self._packed.pair[example[::2]],
+            sequence=sequence.reshape(shape),
+            most_in_row=int(np.diff(self._packed.first).max(initial=0)) // 2,
+        )
 
     def _examples(self, places: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """The examples in these windows: number, row, input tokens, and where each begins in the flattened rows."""

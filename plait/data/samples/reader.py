@@ -22,6 +22,8 @@ class PairRows:
 
     numbers: IntArray
     sequence: IntArray
+    most_in_row: int = 0
+    """Pairs of the fullest row that there is, here or elsewhere."""
 
     @staticmethod
     def none(shape: tuple[int, int]) -> PairRows:
@@ -36,7 +38,11 @@ def joined_pairs(rows: Sequence[PairRows]) -> PairRows:
         np.where(one.sequence == NO_SEQUENCE, NO_SEQUENCE, one.sequence + first)
         for one, first in zip(rows, before[:-1], strict=True)
     ]
-    return PairRows(numbers=np.concatenate([one.numbers for one in rows]), sequence=np.concatenate(moved))
+    return PairRows(
+        numbers=np.concatenate([one.numbers for one in rows]),
+        sequence=np.concatenate(moved),
+        most_in_row=max(one.most_in_row for one in rows),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

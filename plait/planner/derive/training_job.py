@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from plait.devices import DEVICE_TRAITS
 from plait.errors import PlaitError
 from plait.machines.machine import Machine
 from plait.partition.execution import Compile, MatmulBackend, MatmulPrecision, Precision, RunArithmetic
@@ -280,6 +281,12 @@ def compile_of(config: RunConfig, machines: Sequence[Machine]) -> Derived[Compil
         if named == "on":
             raise PlaitError(
                 'train.compile = "on" is for GPUs, and this run is on the processor; write "auto" or "off"'
+            )
+        return Derived(value="off")
+    if DEVICE_TRAITS[machines[0].device].is_compiled:
+        if named == "on":
+            raise PlaitError(
+                f'train.compile = "on" is for GPUs, and {machines[0].name} compiles all operations anyway; write "auto"'
             )
         return Derived(value="off")
     where, reason = _where_not_compiled(machines)

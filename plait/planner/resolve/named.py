@@ -4,9 +4,12 @@ of [run] devices, workers and threads."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
+from plait.devices import DEVICE_TRAITS
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
+from plait.machines.machine import Machine
 from plait.machines.requested_workers import RequestedWorkers, check_requested_workers
 from plait.model.shape import ModelShape
 from plait.planner.derive.intervals import balance_every_steps
@@ -102,6 +105,26 @@ def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -
         return constraints
     order = {"schedule": layout.schedule, "virtual": layout.virtual_stages}
     return replace(constraints, knobs={**constraints.knobs, **order})
+
+
+def with_fixed_shapes(constraints: Constraints, machine: Machine, documents: Literal["mask", "join"]) -> Constraints:
+    """On devices that compile operations for each shape, only layouts whose shapes are the same in each step. Raises
+    PlaitError where the recipe names another."""
+    if not DEVICE_TRAITS[machine.device].is_compiled:
+        return constraints
+    every = f"{machine.name} compiles operations for each shape, which takes seconds"
+    expert = constraints.knobs.get("expert", 1)
+    if expert != 1:
+        raise PlaitError(
+            f"{every}, and how many tokens layout.expert = {expert} sends from worker to worker changes in each step; "
+            "leave layout.expert out"
+        )
+    if constraints.degrees and constraints.degrees.context > 1 and documents == "mask":
+        raise PlaitError(
+            f"{every}, and layout.context = {constraints.degrees.context} cuts documents into pieces of other lengths "
+            "in each step; write data.mask_documents = false, or leave layout.context out"
+        )
+    return replace(constraints, knobs={**constraints.knobs, "expert": 1})
 
 
 def refuse_unfit_names(config: RunConfig, corpus: CorpusFacts) -> None:

@@ -34,7 +34,13 @@ from plait.planner.derive.training_job import (
 from plait.planner.plan import Plan, TrainingJob
 from plait.planner.problem.software_profile import PLAIT_PROFILE, SoftwareProfile
 from plait.planner.problem.workload import Workload
-from plait.planner.resolve.named import check_named_workers, constraints_of, named_workers_lines, with_named_workers
+from plait.planner.resolve.named import (
+    check_named_workers,
+    constraints_of,
+    named_workers_lines,
+    with_fixed_shapes,
+    with_named_workers,
+)
 from plait.planner.search.enumeration import Constraints
 from plait.planner.search.found import LeftOut
 from plait.planner.search.validity import check_devices
@@ -110,6 +116,7 @@ def request_of(
         doubts = [one for one in (_untried(resources.machine), resources.peak_doubt) if one]
         reasons, training_reasons, warnings = sized.reasons, sized.training_reasons, (*doubts, *sized.warnings)
     constraints = constraints_of(config, job.shape, job.batch_sequences)
+    constraints = with_fixed_shapes(constraints, resources.machine, job.documents)
     check_named_workers(resources, constraints.degrees)
     compiled = compile_of(config, resources.machines)
     notes = [*reasons, *chosen.reasons, *named_workers_lines(resources), *compiled.reasons]
@@ -161,8 +168,14 @@ def request_of(
 
 def _untried(machine: Machine) -> str:
     """What to say of devices for which plait was written and on which it has not run; empty for the others."""
-    if DEVICE_TRAITS[machine.device].proof == "tested":
+    proof = DEVICE_TRAITS[machine.device].proof
+    if proof == "tested":
         return ""
+    if proof == "run without a chip":
+        return (
+            f"plait has not run on a {machine.name}, only on its maker's backend for torch on a processor: compare the "
+            'first losses with a run on run.devices = "cpu", and please report the result'
+        )
     return (
         f'plait has not been run on GPUs like {machine.name} (torch\'s "{machine.device}"): compare the first losses '
         'with a run on run.devices = "cpu", and please report the result'

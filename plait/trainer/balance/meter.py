@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.accelerator import is_accelerator, module_of
+from plait.accelerator import is_accelerator, is_compiled, module_of, synchronize
 from plait.launch.values.progress import NO_REPORT, ProgressReport
 from plait.parallel.compile import outside_graphs
 from plait.parallel.pipeline import StagePipe
@@ -54,8 +54,22 @@ class CpuStepClock:
         return end - begin
 
 
+class WaitingClock:
+    """The clock of an accelerator without events: each mark waits until the work before it is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> float:
+        synchronize(self._device)
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
 class StreamClock:
-    """The clock of an accelerator: work is queued long before it runs, so the marks are events in the stream."""
+    """The clock of an accelerator with streams: work is queued long before it runs, so the marks are events in them."""
 
     def __init__(self, device: torch.device) -> None:
         self._torch = module_of(device)
@@ -219,6 +233,8 @@ class MeteredGradients:
 
 def clock_of(device: torch.device) -> StepClock:
     """The clock for work on a device."""
+    if is_compiled(device):
+        return WaitingClock(device)
     return StreamClock(device) if is_accelerator(device) else CpuStepClock()
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.accelerator import allocatable_bytes, is_accelerator, module_of
+from plait.accelerator import allocatable_bytes, is_accelerator, peak_memory_of
 from plait.machines.machine import free_memory_bytes
 from plait.parallel.communicator import Communicator
 from plait.parallel.exchange import gather_json
@@ -67,7 +67,7 @@ def max_stage_layers(assembly: Assembly, sharers: int) -> int:
     state = sum(tensor.numel() * tensor.element_size() for tensor in assembly.tensors())
     device = assembly.device
     there = is_accelerator(device)
-    peak = module_of(device).max_memory_allocated(device) if there else peak_rss_bytes()
+    peak = peak_memory_of(device) if there else peak_rss_bytes()
     free = SPARE_MEMORY * (allocatable_bytes(device) if there else free_memory_bytes() / sharers)
     return int(min(free / (state / held), held + free / (max(peak, state) / held)))
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plait.data.loader import Micro
+from plait.data.samples.micro import NO_PAIR
 from plait.model.gpt import GPT
 from plait.parallel.sharded_model import LossOf, ShardedModel
 from plait.trainer.loss import IN_PLACE
@@ -71,14 +72,16 @@ class PairLosses:
         gradient."""
         sums_p2 = self._log_probabilities(hidden_nd, chunk, micro)
         assert micro.pairs is not None
+        there_p = micro.pairs.numbers != NO_PAIR
+        numbers_p = micro.pairs.numbers.clamp(min=0)
         if self._recorded is not None:
             if micro.pairs.reported and self._sharded.reports:
-                self._recorded[micro.pairs.numbers] = sums_p2
+                self._recorded.index_add_(0, numbers_p, sums_p2 * there_p[:, None])
             return sums_p2.sum() * 0.0
         assert self._reference is not None, "log-probabilities by the reference come first"
-        rewards_p2 = self.beta * (sums_p2 - self._reference[micro.pairs.numbers])
-        margins_p = rewards_p2[:, CHOSEN] - rewards_p2[:, REJECTED]
-        loss = -F.logsigmoid(margins_p).sum()
+        rewards_p2 = self.beta * (sums_p2 - self._reference[numbers_p])
+        margins_p = (rewards_p2[:, CHOSEN] - rewards_p2[:, REJECTED]) * there_p
+        loss = -(F.logsigmoid(margins_p) * there_p).sum()
         self._add(margins_p.detach(), micro)
         return loss if micro.pairs.reported else loss - loss.detach()
 

@@ -1,0 +1,58 @@
+"""What ranks on TPU chips must agree on before one of them uses its chip: where they all listen, and how chips lie."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import MutableMapping, Sequence
+
+from torch._C._distributed_c10d import Store
+
+from plait.errors import PlaitError
+from plait.machines.tpus import TOPOLOGIES
+
+ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
+"""The variables by which torch_tpu's collectives are told of it: one HOST:PORT for each rank, in their order, and the
+chips along each axis of the slice."""
+
+
+def join_slice(
+    store: Store,
+    rank: int,
+    world_size: int,
+    local_world_size: int,
+    generation: str,
+    environment: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Set this rank's variables, those that a person or the cloud has set as they are. Every rank must call it; blocks
+    until all have."""
+    if ADDRESSES not in environment:
+        environment[ADDRESSES] = ",".join(_addresses(store, rank, world_size, environment))
+    if TOPOLOGY not in environment:
+        environment[TOPOLOGY] = topology(world_size, local_world_size, generation)
+
+
+def topology(world_size: int, local_world_size: int, generation: str) -> str:
+    """How the chips of one machine lie; raises PlaitError where that is not known."""
+    shapes = TOPOLOGIES.get(generation, {})
+    if world_size == local_world_size and world_size in shapes:
+        return shapes[world_size]
+    if world_size == local_world_size:
+        counts = " or ".join(map(str, shapes)) or "1"
+        raise PlaitError(
+            f"{world_size} workers make no rectangle of {generation or 'TPU'} chips; write run.workers = {counts}"
+        )
+    raise PlaitError(
+        f"the run has {world_size} chips in several machines, and how they lie in the slice is not known; set "
+        f'{TOPOLOGY} to the slice\'s shape on every machine, such as "4,4,1" for a v5e-16'
+    )
+
+
+def _addresses(store: Store, rank: int, world_size: int, environment: MutableMapping[str, str]) -> Sequence[str]:
+    """HOST:PORT of every rank, told by way of the store."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    host = "localhost" if environment.get("LOCAL_WORLD_SIZE") == str(world_size) else socket.gethostname()
+    store.set(f"chip/{rank}", f"{host}:{port}")
+    return [store.get(f"chip/{one}").decode() for one in range(world_size)]

@@ -1,0 +1,59 @@
+"""Attention and experts in shapes that documents and routing do not change, for devices that compile each shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.model.attention import Documents, attend
+from plait.model.expert_blocks import block_product, blocks_by_expert, from_blocks, to_blocks
+from plait.model.masked_attention import attend_masked
+from plait.model.mixture import from_experts, grouped_product, order_by_expert, to_experts
+
+LENGTHS = (5, 7, 1, 1, 10)
+
+
+@pytest.mark.parametrize("documents", ["one a row", "several"])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_masked_attention_is_that_of_each_document(documents: str, window: int, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 12, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, kv_heads, kv_heads)
+    )
+    grad = torch.randn(2, 12, 4, 8, dtype=torch.float64)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(2, 12)
+    several = documents == "several"
+    expected = attend(q, k, v, Documents(LENGTHS) if several else None, window)
+    found = attend_masked(q, k, v, positions if several else None, window, scores_at_once=2 * 4 * 12 * 5)
+    assert_same([expected, *gradients(expected, [q, k, v], grad)], [found, *gradients(found, [q, k, v], grad)])
+
+
+@pytest.mark.parametrize("nowhere", [0.0, 0.2])
+def test_blocks_of_experts_compute_what_rows_of_each_do(nowhere: float) -> None:
+    torch.manual_seed(0)
+    tokens, experts = 13, 5
+    x = torch.randn(tokens, 4, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(experts)]
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(tokens)])  # nobody chooses the last two
+    chosen = chosen.masked_fill(torch.rand(tokens, 2) < nowhere, experts)
+    grad = torch.randn(tokens, 2, 6, dtype=torch.float64)
+    order, blocks = order_by_expert(chosen, experts), blocks_by_expert(chosen, experts)
+    expected = from_experts(grouped_product(to_experts(x, order), weights, order.counts), order)
+    found = from_blocks(block_product(to_blocks(x, blocks), weights, blocks), blocks)
+    assert_same([expected, *gradients(expected, [x, *weights], grad)], [found, *gradients(found, [x, *weights], grad)])
+
+
+def test_the_number_of_blocks_does_not_depend_on_the_routing() -> None:
+    everybody_to_one, spread = torch.zeros(16, 2, dtype=torch.int64), torch.arange(32).view(16, 2) % 4
+    assert {blocks_by_expert(one, 4).number for one in (everybody_to_one, spread)} == {20}
+
+
+def gradients(result: Tensor, of: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(result, of, grad)
+
+
+def assert_same(expected: list[Tensor], found: list[Tensor]) -> None:
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
