@@ -12,7 +12,7 @@ import pytest
 from plait.errors import PlaitError
 from plait.layout import AXES, Layout
 from plait.machines.cluster import read_cluster
-from plait.model.adapter_shape import AdapterShape
+from plait.model.adapter_shape import AdapterShape, Quantization
 from plait.model.shape import ModelShape, linear_layers
 from plait.model.sizes import named_shape
 from plait.partition.pipeline_schedule import schedule_actions
@@ -235,8 +235,9 @@ LLAMA_8B = ModelShape(
 
 @pytest.mark.parametrize(("rank", "sequence"), [(256, 8192), (256, 2048), (64, 8192), (0, 2048)])
 def test_beside_a_base_model_each_suggestion_fits_and_keeps_the_base(rank: int, sequence: int) -> None:
-    def tuned(rank: int, sequence: int) -> Workload:
-        adapter = AdapterShape(rank=rank, alpha=32, targets=linear_layers(LLAMA_8B)) if rank else None
+    def tuned(rank: int, sequence: int, quantization: Quantization = "none") -> Workload:
+        targets = linear_layers(LLAMA_8B)
+        adapter = AdapterShape(rank=rank, alpha=32, targets=targets, quantization=quantization) if rank else None
         sequences = 8 * 8192 // sequence
         return workload_of(replace(LLAMA_8B, adapter=adapter), sequence=sequence, batch_sequences=sequences)
 
@@ -249,7 +250,8 @@ def test_beside_a_base_model_each_suggestion_fits_and_keeps_the_base(rank: int, 
     assert any("finetune." in one for one in ours)
     for one in ours:
         named = {key: int(value) for key, value in re.findall(r"(rank|sequence) = (\d+)", one)}
-        search(tuned(named.get("rank", rank), named.get("sequence", sequence)), read_cluster("1x4090"))  # fits
+        quantization: Quantization = "nf4" if "qlora" in one else "none"
+        search(tuned(named.get("rank", rank), named.get("sequence", sequence), quantization), read_cluster("1x4090"))
 
 
 def test_16384_devices_are_planned_from_a_list_of_bounded_length() -> None:
