@@ -41,6 +41,10 @@ class RunFailed(PlaitError):
     exit_code = 1
 
 
+class HostLeft(RunFailed):
+    """This host left a run because its user stopped it."""
+
+
 class ProgramFailed(RunFailed):
     """A person's own program raised; the text names the worker, the error and the line of their code.
 

@@ -275,6 +275,8 @@ def _is_folder(path: Path) -> bool:
 def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
     """The keys that differ from the begun run's recipe; raises PlaitError that names all that may not change."""
     before, after = flat_values(old), flat_values(new)
+    if before.get("optimizer.kind") == "adamw" and after.get("optimizer.kind") == "auto":  # the default of 0.2.0
+        after = {**after, "optimizer.kind": "adamw"}
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     fixed = [key for key in changed if key != "data.files" and not key.startswith(CHANGEABLE_KEYS)]
     if fixed:

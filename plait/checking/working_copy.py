@@ -22,7 +22,7 @@ _BYTES_AT_MOST, _FILES_AT_MOST = 4 << 30, 100_000
 def copy_working_folder(folder: Path, target: Path, *, without: Sequence[Path] = ()) -> None:
     """Copy a folder without version control, environments, and the folders in `without`; large files become links.
 
-    Raises PlaitError for a folder that is too large.
+    Raises PlaitError for a folder that is too large, or has a link to a folder that the program could write into.
     """
     size = count = 0
     for place, folders, files in os.walk(folder):
@@ -32,6 +32,11 @@ def copy_working_folder(folder: Path, target: Path, *, without: Sequence[Path] =
         folders[:] = [
             one for one in folders if one not in _LEFT_OUT and one not in linked and Path(place) / one not in without
         ]
+        if writable := next((one for one in linked if os.access(Path(place) / one, os.W_OK)), None):
+            raise PlaitError(
+                f"{Path(place) / writable} is a link to a folder, where the program could write into your own files",
+                "start plait check --resume from a folder that has none; the program can read its data by a whole path",
+            )
         for name in [*files, *linked]:
             source, copy = Path(place) / name, here / name
             if source.is_dir() or not source.exists():

@@ -172,8 +172,10 @@ class Extras:
 def parse_patch(text: str, file: str) -> Mapping[str, Any]:
     """The YAML of `--with patch=`; raises PlaitError where it is not a mapping of kinds to mappings."""
     try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
+            raise PlaitError(f"{file} has an alias (*name), which may stand for any number of values; write them out")
         found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         where = getattr(error, "problem_mark", None)
         raise PlaitError(f"{file} is not YAML{f' (line {where.line + 1})' if where else ''}; correct it") from None
     if not isinstance(found, dict) or not all(isinstance(value, dict) for value in found.values()):
@@ -188,14 +190,15 @@ def merged(value: Any, patch: Any) -> Any:
         both = {**value, **{key: merged(value.get(key), one) for key, one in patch.items()}}
         return {key: one for key, one in both.items() if one is not None}
     if isinstance(value, list) and isinstance(patch, list):
-        named = {one["name"]: one for one in patch if isinstance(one, Mapping) and "name" in one}
+        named = {one["name"]: one for one in patch if _name_of(one) is not None}
         kept = [merged(one, named.pop(_name_of(one), {})) if isinstance(one, Mapping) else one for one in value]
         return [*kept, *(one for one in patch if _name_of(one) is None or _name_of(one) in named)]
     return patch
 
 
 def _name_of(one: Any) -> Any:
-    return one.get("name") if isinstance(one, Mapping) else None
+    name = one.get("name") if isinstance(one, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def manifests(

@@ -233,7 +233,8 @@ def _secret_file_while_leading(file: Path | None, environment: Mapping[str, str]
             )
         yield
         return
-    if file.exists() and not environment.get("SLURM_JOB_ID"):
+    of_this_job = f"-{environment['SLURM_JOB_ID']}-" in file.name if "SLURM_JOB_ID" in environment else False
+    if file.exists() and not of_this_job:
         yield
         return
     make_private_folder(file.parent)

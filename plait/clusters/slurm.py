@@ -205,6 +205,8 @@ def parse_own_lines(text: str, file: str) -> OwnLines:
         name = _option_name(option)
         if not name:
             raise PlaitError(f"{file}:{number}: {line!r:.80} names no option of sbatch; write #SBATCH --NAME=VALUE")
+        if sum(word.startswith("-") for word in option.partition(" #")[0].split()) > 1:
+            raise PlaitError(f"{file}:{number}: {line!r:.80} has several options; write each on a line of its own")
         if name in _SET_BY_PLAIT:
             instead = _SET_BY_PLAIT[name]
             fix = f"take the line out and use {instead}" if instead else "take the line out"

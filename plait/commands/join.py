@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from plait.commands.programs.program_file import PROGRAM_ENTRIES, ProgramFile, program_hash, program_in_environment
-from plait.errors import PlaitError, RunFailed, signal_in_words
+from plait.errors import HostLeft, PlaitError, RunFailed, signal_in_words
 from plait.hosts.connectivity import ConnectivityListener
 from plait.hosts.handshake import Secret, read_secret
 from plait.hosts.job_files import JoinedHostFiles
@@ -71,6 +71,8 @@ def stay_joined(
     while True:
         try:
             ended_by = _join_once(at, address, port, secret, screen, working, program)
+        except HostLeft:
+            raise
         except LeaderNotReached:
             sentence = f"waits    for a run at {at}; Ctrl-C leaves"
         except RunFailed as error:

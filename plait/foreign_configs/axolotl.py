@@ -96,7 +96,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     precision = one_of(values, {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"})
     if is_on(values, "fp8"):
         precision = "fp8"
-    plugins = " ".join(map(str, values.get("plugins") or ()))
+    plugins = str(values.get("plugins") or "")
     pieces = any(_is_on_at(values, key) for key in _PIECES) or "CutCrossEntropy" in plugins
     recompute = "full" if _is_checkpointed(values) else "none"
     attention = "unfused" if is_on(values, "eager_attention") else "flash"

@@ -78,6 +78,8 @@ def _logical_lines(text: str) -> Iterator[str]:
     """Lines with those joined that a backslash, an open bracket of an array or an open quote continues."""
     kept = ""
     for line in text.replace("\\\r\n", "\\\n").splitlines():
+        if not kept and line.lstrip().startswith("#"):
+            continue
         plain = re.sub(r"(^|\s)#.*$", "", line) if line.count("'") % 2 == line.count('"') % 2 == 0 else line
         if plain.rstrip().endswith("\\"):
             kept += plain.rstrip()[:-1] + " "
@@ -125,7 +127,7 @@ def _result(text: str, variables: dict[str, str], otherwise: str) -> str:
     """A product or sum of whole numbers and variables."""
     filled = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), text)
     parts = re.split(r"\s*([*+/-])\s*", filled.strip())
-    if not all(part.isdigit() for part in parts[::2]):
+    if not all(part.isdecimal() and len(part) < 20 for part in parts[::2]):
         return otherwise
     value = int(parts[0])
     for sign, digits in zip(parts[1::2], parts[2::2], strict=True):

@@ -30,6 +30,8 @@ def yaml_values(text: str, where: str) -> dict[str, Any]:
         values = yaml.load(text, Loader=_OneOfEachKey)
     except RecursionError:
         raise PlaitError(f"{where} is nested too deeply to be a configuration") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as error:  # of a date, a number or a truth that is none
+        raise PlaitError(f"{where} has a value that YAML cannot read: {error}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f", line {mark.line + 1}" if mark else ""
@@ -47,7 +49,7 @@ def toml_values(text: str, where: str) -> dict[str, Any]:
     """Flat values of a TOML file."""
     try:
         return flat(tomllib.loads(text), where)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise PlaitError(f"{where} is not TOML: {error}") from None
 
 
@@ -64,12 +66,25 @@ def flat(values: object, where: str) -> dict[str, Any]:
     end."""
     if not isinstance(values, Mapping) or not values:
         raise PlaitError(f"{where} holds no keys; a configuration is a table of keys and values")
+    _refuse_endless(values, where)
     found: dict[str, Any] = {}
     for key, value in _leaves(values, "", 0, where):
         if len(found) >= MOST_VALUES:
             raise PlaitError(f"{where} stands for more than {MOST_VALUES:,} values; no configuration has as many")
         found[key] = _marked(value)
     return found
+
+
+def _refuse_endless(values: object, where: str) -> None:
+    """Raise PlaitError for lists and tables that stand for too many values: YAML's aliases multiply them."""
+    count, left = 0, [values]
+    while left:
+        one = left.pop()
+        inner = list(one.values()) if isinstance(one, Mapping) else one if isinstance(one, list) else []
+        count += len(inner)
+        if count > MOST_VALUES:
+            raise PlaitError(f"{where} stands for more than {MOST_VALUES:,} values; no configuration has as many")
+        left += inner
 
 
 def _leaves(values: Mapping[Any, Any], before: str, depth: int, where: str) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from plait.errors import PlaitError, RunFailed, signal_in_words
+from plait.errors import HostLeft, PlaitError, RunFailed, signal_in_words
 from plait.hosts.connection import DEFAULT_HEARTBEAT, Heartbeat, HostConnection
 from plait.hosts.copies import memory_handlers
 from plait.hosts.handshake import JOINER_S, Secret, greet_leader
@@ -237,7 +237,7 @@ class _Agent:
         for name in self._signals.read():
             if self._site is None or self._asked_to_stop:
                 self._link.leave(f"it was stopped there by {name}")
-                raise RunFailed(f"this host left the run by {name}; {_JOIN_AGAIN}")
+                raise HostLeft(f"this host left the run by {name}; {_JOIN_AGAIN}")
             self._asked_to_stop = True
             how = STOP_IN_WORDS if self._site.job.at_stop == "save" else "giving up what is being measured"
             self._say("stop", f"{signal_in_words(name)}: {how}; {signal_in_words(name)} again leaves the run at once")

@@ -18,7 +18,8 @@ def config_of_shape(shape: ModelShape, dtype: str, preferred: str = "") -> dict[
     where it has such models, else of the first that has. Raises PlaitError where none has."""
     for name in sorted(MODEL_FAMILIES, key=lambda name: name != preferred):
         family = MODEL_FAMILIES[name]
-        values: dict[str, Any] = {"architectures": [family.architecture], "model_type": name}
+        known = next(one for one, row in MODEL_FAMILIES.items() if row is family)  # transformers knows no kimi_k2
+        values: dict[str, Any] = {"architectures": [family.architecture], "model_type": known}
         for part in family.parts:
             values |= part.write(shape)
         values |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}

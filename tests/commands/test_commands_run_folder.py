@@ -203,6 +203,13 @@ def test_all_keys_that_may_not_change_are_named_at_once(tmp_path: Path) -> None:
     assert "optimizer.lr was " in told and "model.size was " in told and "train.budget" not in told
 
 
+def test_a_run_of_0_2_0_that_named_no_optimizer_goes_on_with_its_own(tmp_path: Path) -> None:
+    old = recipe(tmp_path, "run.name=base", "optimizer.kind=adamw")
+    assert check_changes(old, recipe(tmp_path, "run.name=base")) == []
+    with pytest.raises(PlaitError, match=r"optimizer.kind was \"adamw\""):
+        check_changes(old, recipe(tmp_path, "run.name=base", "optimizer.kind=muon"))
+
+
 def test_nothing_changed_is_nothing_changed(tmp_path: Path) -> None:
     config = base_recipe(tmp_path)
     assert check_changes(config, config) == []

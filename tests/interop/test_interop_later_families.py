@@ -163,7 +163,7 @@ def test_kimi_k2_is_a_deepseek_by_another_name() -> None:
     whole = json.loads(json.dumps(CONFIG_MAPPING["deepseek_v3"]().to_dict(), default=str))
     shape = shape_of_config(whole)
     assert shape_of_config({**whole, "model_type": "kimi_k2"}) == shape
-    assert config_of_shape(shape, "bfloat16", preferred="kimi_k2")["model_type"] == "kimi_k2"
+    assert config_of_shape(shape, "bfloat16", preferred="kimi_k2")["model_type"] == "deepseek_v3"
 
 
 def test_a_shape_is_read_back_from_its_values() -> None:

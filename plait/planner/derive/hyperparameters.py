@@ -87,13 +87,15 @@ def optimizer_plan(
 
 
 def optimizer_kind(config: RunConfig, *, flops: float, muon_cost: float, is_trained: bool) -> OptimizerKind:
-    """The optimizer that a recipe names, else Muon for short runs from scratch.
+    """The optimizer that a recipe names, else Muon for short runs from scratch whose rate and betas are left open.
 
     `muon_cost` is what Muon's products would add to a step, as a part of it. `is_trained` says whether the run goes on
     from a trained model.
     """
     if config.optimizer.kind != "auto":
         return config.optimizer.kind
+    if config.optimizer.lr != "auto" or config.optimizer.betas != "auto":
+        return "adamw"  # numbers that somebody chose for AdamW
     is_from_scratch = config.finetune.method == "auto" and not is_trained
     pays = flops <= MUON_UP_TO_FLOPS and muon_cost <= MUON_COST_AT_MOST
     return "muon" if is_from_scratch and pays else "adamw"
