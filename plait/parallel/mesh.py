@@ -51,7 +51,7 @@ class LocalGroup(dist.ProcessGroup):
 
 
 LOCAL_BACKEND = "lone"
-dist.Backend.register_backend(LOCAL_BACKEND, LocalGroup, devices=[*map(str, named_devices())])
+dist.Backend.register_backend(LOCAL_BACKEND, LocalGroup, devices=named_devices())
 
 
 class GroupCommunicator:
