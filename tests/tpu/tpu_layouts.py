@@ -6,7 +6,6 @@ Their collectives go through the host's memory by gloo (without_chip/staged_coll
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -14,14 +13,12 @@ from plait.commands.verifying.gradient_check import FLOAT32_TOLERANCES, check_gr
 from plait.commands.verifying.small_model import plan_for_device, shrunk_plan
 from plait.launch.local.run import ForkServer
 from plait.layout import Layout
-from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 from plait.recipe.load import parse_config
 from plait.workers import ENTRIES, ForkedWorkers
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "tpu", "devices": "tpu"}})
 DENSE = ModelShape(layers=2, width=32, heads=4, kv_heads=2, head_width=8, ffn=64, vocabulary=64, sequence=32)
-EXPERTS = replace(DENSE, mixture=MixtureShape(experts=4, experts_per_token=2, expert_ffn=32))
 LAYOUTS: dict[str, tuple[ModelShape, Layout]] = {
     "copies": (DENSE, Layout(replicate=2)),
     "shards": (DENSE, Layout(shard=2)),
@@ -29,7 +26,6 @@ LAYOUTS: dict[str, tuple[ModelShape, Layout]] = {
     "tensor": (DENSE, Layout(tensor=2)),
     "pipeline": (DENSE, Layout(pipeline=2, stage_layers=(1, 1))),
     "context": (DENSE, Layout(context=2)),
-    "experts in copies": (EXPERTS, Layout(replicate=2)),
 }
 
 
