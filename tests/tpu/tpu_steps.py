@@ -13,9 +13,7 @@ ROUNDING = 2e-2
 """bf16 has 8 bits of mantissa; a sum of losses over some layers agrees to about two of its units."""
 
 
-HANGS = pytest.mark.skip(
-    reason="the first step with experts never ends in XLA's plugin for processors; see docs/log.md"
-)
+HANGS = pytest.mark.skip(reason="experts' first step never ends in XLA's plugin for processors: docs/log.md")
 RUNNING = [pytest.param(kind, marks=HANGS) if "experts" in kind else kind for kind in KINDS]
 
 
