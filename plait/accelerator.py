@@ -63,7 +63,7 @@ def _is_loaded(row: DeviceTraits) -> bool:
     return torch._C._get_privateuse1_backend_name() == row.name
 
 
-def named_devices() -> list[DeviceName]:
+def named_devices() -> list[str]:
     """The kinds of devices whose names this process's torch knows, whether there are any or not."""
     return [row.name for row in DEVICE_TRAITS.values() if not row.is_compiled or _is_loaded(row)]
 
