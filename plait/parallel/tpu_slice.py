@@ -26,10 +26,23 @@ def join_slice(
 ) -> None:
     """Set this rank's variables, those that a person or the cloud has set as they are. Every rank must call it; blocks
     until all have."""
+    if world_size == 1:
+        compute_alone(environment)
+        return
     if ADDRESSES not in environment:
         environment[ADDRESSES] = ",".join(_addresses(store, rank, world_size, environment))
     if TOPOLOGY not in environment:
         environment[TOPOLOGY] = topology(world_size, local_world_size, generation)
+
+    host, _, port = environment[ADDRESSES].partition(",")[0].rpartition(":")
+    environment.setdefault("MASTER_ADDR", host)
+    environment.setdefault("MASTER_PORT", port)
+
+
+def compute_alone(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Hide from torch_tpu that this process has a rank: it would take the process for one of a slice, and stop."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        environment.pop(name, None)
 
 
 def topology(world_size: int, local_world_size: int, generation: str) -> str:

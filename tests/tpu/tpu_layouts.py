@@ -15,7 +15,7 @@ from plait.launch.local.run import ForkServer
 from plait.layout import Layout
 from plait.model.shape import ModelShape
 from plait.recipe.load import parse_config
-from plait.workers import ENTRIES, ForkedWorkers
+from plait.workers import CHECK_ENTRY, ENTRIES, ForkedWorkers
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "tpu", "devices": "tpu"}})
 DENSE = ModelShape(layers=2, width=32, heads=4, kv_heads=2, head_width=8, ffn=64, vocabulary=64, sequence=32)
@@ -31,7 +31,8 @@ LAYOUTS: dict[str, tuple[ModelShape, Layout]] = {
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[ForkedWorkers]:
-    with ForkServer(ENTRIES) as server:
+    entries = replace(ENTRIES, functions={**ENTRIES.functions, CHECK_ENTRY: "tests.tpu.alone_entries:check_rank"})
+    with ForkServer(entries) as server:
         yield ForkedWorkers(server)
 
 

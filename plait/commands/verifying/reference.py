@@ -20,12 +20,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from plait.commands.verifying.small_model import STEPS_PER_OPTIMIZER
+from plait.devices import DEVICE_TRAITS
 from plait.launch.values.job import RankContext
 from plait.model.linear import Linear
 from plait.model.matmul import select_matmul_precision
 from plait.parallel.communicator import ONE_PROCESS
 from plait.parallel.mesh import make_mesh, use_gpu, world_communicator
 from plait.parallel.sharded_model import HeldWeight, LocalGradients, quantized_layers
+from plait.parallel.tpu_slice import compute_alone
 from plait.partition.boxes import boxes_of_range, whole_box
 from plait.planner.plan import OptimizerKind, Plan
 from plait.planner.plan_file import read_plan
@@ -72,6 +74,8 @@ def reference_tensors(config: RunConfig, plan: Plan, scope: ReferenceScope, rout
     or follows the one that it finds there."""
     torch.set_num_threads(plan.placement.threads)
     if plan.machines.have_accelerators:
+        if DEVICE_TRAITS[plan.machines.device].is_compiled:
+            compute_alone()
         use_gpu(plan.gpu_of(0))
         select_matmul_precision(plan.execution.arithmetic.matmul_precision)
     assembly = assemble(config, plan, stages=(), sums=ONE_PROCESS)
