@@ -6,6 +6,7 @@ Their collectives go through the host's memory by gloo (without_chip/staged_coll
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
