@@ -55,7 +55,7 @@ def main() -> int:
     """Train by each seed; 1 where the target was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("settings", nargs="*", help="recipe settings that override those of the record")
+    parser.add_argument("settings", nargs="*", help="settings that override the record's own")
     flags = parser.parse_args()
     trials = []
     for seed in flags.seeds:

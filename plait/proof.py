@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,11 @@ class Verdict:
     @property
     def worst(self) -> tuple[Finding, ...]:
         return self.findings[:ERRORS_NAMED]
+
+    def joined(self, other: Verdict) -> Verdict:
+        """Both verdicts on one layout as one."""
+        findings = sorted((*self.findings, *other.findings), key=lambda one: one.excess, reverse=True)
+        return replace(self, findings=tuple(findings))
 
     def largest(self, *kinds: str) -> float:
         """The largest error among the findings of these kinds; 0 where there are none."""

@@ -19,5 +19,5 @@ for host in $hosts; do
   [ $rank = 0 ] && first=$!
   rank=$((rank + 1))
 done
-trap 'kill -TERM $(jobs -p)' TERM USR2
+trap 'kill -TERM "$first"' TERM USR2
 wait "$first" || wait "$first" # a signal ends the first wait, and the run saves meanwhile

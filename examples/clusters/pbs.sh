@@ -20,5 +20,5 @@ for host in $hosts; do
   [ $rank = 0 ] && first=$!
   rank=$((rank + 1))
 done
-trap 'kill -TERM $(jobs -p)' TERM USR1
+trap 'kill -TERM "$first"' TERM USR1
 wait "$first" || wait "$first" # a signal ends the first wait, and the run saves meanwhile

@@ -130,7 +130,7 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
     ]  # fmt: skip
     if gathers and any(one["joins_constants"] for one in passes):
         return [
-            f"the loss joins a model's outputs with those of other ranks ({gathers[0]['call']} at {gathers[0]['site']} "
+            f"the loss joins a model's outputs with other ranks' outputs ({gathers[0]['call']} at {gathers[0]['site']} "
             "carries no gradient), so it is not computed batch by batch"
         ]
     if any(one["contrastive"] for one in passes):

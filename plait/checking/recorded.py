@@ -24,7 +24,7 @@ class MicroBatch:
     """Its index among the rank's passes of the same loss within the step."""
     site: str
     source: str = ""
-    """Which loss it is: the lines that led to backward; those of one loop are the same."""
+    """Which loss it is: the lines that led to backward, which are the same for all turns of a loop."""
     loss: float
     kind: str
     """How the main part of the loss reduces: "mean", "sum" or "opaque"."""

@@ -310,7 +310,7 @@ def _as_the_others_of_its_rank(
 
 
 def _rounding_of_nothing(step: CheckedStep) -> float:
-    """The norm of a gradient that is rounding beside those of the other parameters."""
+    """The norm below which a gradient is rounding, beside the other parameters' gradients."""
     norms = (
         float(tensor.double().norm()) for rank in step.ranks for key, tensor in rank.tensors.items()
         if key.startswith("local/")

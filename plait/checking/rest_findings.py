@@ -86,7 +86,7 @@ def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[Checked
 
 
 def printed_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
-    """Printed losses that are rank 0's own, where those of other ranks differ: in two steps at least or to five
+    """Printed losses that are rank 0's own while other ranks' losses differ: in two steps at least or to five
     decimals, because other numbers may look like a loss, and nowhere the loss over all ranks."""
     if len(events) < 2:
         return []

@@ -1,7 +1,8 @@
 """Compares a program that was stopped and started again with one that was not: where it goes on, and with what.
 
-Note [where it goes on]: no program says from which step it resumes. Its first weights after the second start are those
-that the undisturbed run had before some step; that step is where it goes on, whatever its own counter says.
+Note [where it goes on]: no program says from which step it resumes. Its first weights after the second start equal
+the weights that the undisturbed run had before some step; that step is where it goes on, even if its own counter says
+another.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class _Place:
     """Where a rank goes on, by its weights."""
 
     step: int
-    """Steps of the undisturbed run that its weights have behind them; -1 where they are those of no step."""
+    """Steps after which the undisturbed run had these weights; -1 if it never had them."""
     apart: Mapping[str, float]
     """Parameters that differ from those weights, and by which share."""
 
@@ -204,7 +205,7 @@ def _weights(places: Sequence[_Place], first: _Step) -> ProgramFinding | None:
             return None
         names = list(apart)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        what = f"restored weights differ by {apart[names[0]]:.1g} from those of step {steps[0]}: {names[0]}{more}"
+        what = f"restored weights differ by {apart[names[0]]:.1g} from step {steps[0]}'s: {names[0]}{more}"
     return ProgramFinding(
         kind="resumed_weights", is_fault=True, where=where, what=f"resume: {what}", step=max(0, steps[0]),
         parameter=names[0] if names else "", parameters=len(names),

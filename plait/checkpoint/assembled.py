@@ -151,7 +151,7 @@ def _key(part: StoredPart) -> str:
 
 
 def _is_finite(dtype: str, block: bytes) -> bool:
-    """Whether all numbers of a block are finite; those of types without infinity are."""
+    """Whether all numbers of a block are finite; integers always are."""
     if dtype == "BF16":  # numpy has none: no exponent may have all its bits
         return not bool(((np.frombuffer(block, np.uint16) & 0x7F80) == 0x7F80).any())
     floats = {"F64": np.float64, "F32": np.float32, "F16": np.float16}

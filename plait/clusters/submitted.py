@@ -36,6 +36,9 @@ def missing_run_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str 
     record, folder = record_if_any(name, working), run_folder(name, working)
     if record is None or folder.has_begun:
         return None
+    numbered = (one.name for one in folder.path.parent.glob(f"{name}-*") if one.name[len(name) + 1 :].isdecimal())
+    if tasks := sorted(numbered):
+        return f"status   each task of its array has a run of its own: plait status {tasks[0]}"
     if SYSTEMS[record.scheduler].copy is not None:
         return f"status   its run is not here; once it has begun to train, plait fetch {name} copies it"
     return f"status   it has not begun to train; plait logs {name} says how far it is, or why it ended"

@@ -181,8 +181,8 @@ def _last_doing(events: Sequence[dict[str, object]]) -> str:
 
 
 def _weights_on(folder: Path, workers: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-    """How many times one process's gradients are those of a run on another number of workers, step by step: a loss's
-    weight may change from step to step."""
+    """By which factor the gradients of a run on another number of workers differ from one process's, step by step, as a
+    loss's weight may change from step to step."""
     from plait.checking.gradient_findings import tolerance_of
     from plait.checking.recorded import checked_steps
     from plait.checking.reference import weights_of_loss

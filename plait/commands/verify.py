@@ -56,6 +56,9 @@ def verify(
         if where == "anywhere":
             screen.print(verification_start(plan, usable_cores()))
             verdict = check_gradients(config, plan, workers)
+            if verdict.ok and config.optimizer.kind == "auto" and kind != "adamw":  # what a longer run takes
+                other = shrunk_plan(config, shape, layout, requested_shares(config), "adamw")
+                verdict = verdict.joined(check_gradients(config, other, workers))
             if verdict.ok and config.train.gradient_transfer == "bf16":
                 verdict = _check_rounded(config, plan, workers, screen)
             verdict = replace(verdict, exception=_left_out(config))

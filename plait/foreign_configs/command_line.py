@@ -219,4 +219,6 @@ def _of_words(values: Sequence[str]) -> Any:
 
 def _count(options: dict[str, Any], names: Sequence[str]) -> int | None:
     value = next((options[name] for name in names if name in options), None)
-    return int(value) if isinstance(value, str) and value.isdigit() and int(value) > 0 else None
+    return (
+        int(value) if isinstance(value, str) and value.isdecimal() and 0 < len(value) < 20 and int(value) > 0 else None
+    )

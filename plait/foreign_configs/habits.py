@@ -47,7 +47,7 @@ _MOMENTS: Mapping[str, tuple[float, float]] = {
 """Bytes of an optimizer's two moments for each weight in float32; moments of four bytes have two where the weight has
 two, unless float32 weights are kept beside it."""
 _OWN_NUMBERS: tuple[ForeignProgram, ...] = ("torchtitan", "torchtitan 2024", "megatron", "megatron 2021")
-"""Programs whose profile says how they keep numbers, whatever the configuration."""
+"""Programs whose profile says how they keep numbers; the configuration does not change it."""
 ADAPTER_STATE_BYTES = 12
 """An adapter's weight beyond its 16-bit copy, and its moments, all of which PEFT keeps in float32."""
 

@@ -109,7 +109,7 @@ ARITHMETIC_KEYS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("num_kv_shared_layers", "hidden_size_per_layer_input", "full_attention_interval"), (None, 0)),
 }
 """Keys that change the arithmetic of the families that have them, each with the values that change nothing. A family
-that does not read one refuses all others: its weights were trained with what nobody would compute."""
+that does not read one refuses all others: its weights were trained with arithmetic that plait would leave out."""
 
 
 def _refuse_unread(config: ConfigValues, family: Family) -> None:

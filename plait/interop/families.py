@@ -396,4 +396,4 @@ MODEL_FAMILIES: dict[str, Family] = {
     ),
 }
 MODEL_FAMILIES["kimi_k2"] = MODEL_FAMILIES["deepseek_v3"]
-"""By `model_type`; SmolLM2 is a llama, Phi 4 a phi3. The defaults are those of transformers 5.24."""
+"""By `model_type`; SmolLM2 is a llama, Phi 4 a phi3. Defaults as in transformers 5.24."""

@@ -23,7 +23,7 @@ class StoredName:
     """Patterns of the weights that lie in the tensor one after the other along the dim of outputs, where these may have
     unlike numbers of outputs (Phi 3's queries, keys and values)."""
     dtype: Literal["", "F32"] = ""
-    """In what it is written whatever the others are written in; "": as they are."""
+    """The dtype that this tensor always has in a file; "": the same as the others."""
 
 
 def _same(name: str) -> dict[str, StoredName]:

@@ -34,7 +34,7 @@ TOPOLOGIES: Mapping[str, Mapping[int, str]] = {
     "TPU v6e": _FLAT,
     "TPU v7": {2: "1,1,1,2", 4: "1,2,1,2", 8: "2,2,1,2"},
 }
-"""How so many devices of one machine lie, from the same file."""
+"""Topology by number of devices on one machine, from the same file."""
 TPU_PYTHON = (3, 12)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 """Those for which torch_tpu 0.2.0 has its libraries."""

@@ -47,7 +47,7 @@ def block_rows(pairs: int, experts: int) -> int:
 
 
 def blocks_by_expert(chosen_nk: Tensor, experts: int) -> ExpertBlocks:
-    """The blocks of the tokens' choices, of which those of the number `experts` go nowhere. Waits for nothing."""
+    """The blocks of the tokens' choices, without dropped ones, numbered `experts`. Never waits for the device."""
     expert_p = chosen_nk.flatten()
     rows = block_rows(len(expert_p), experts)
     number = len(expert_p) // rows + experts

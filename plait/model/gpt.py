@@ -236,8 +236,8 @@ def reset_biases(part: GPT) -> None:
 
 
 def make_rotaries(shape: ModelShape, sequence: int) -> tuple[Rotary | None, Rotary | None]:
-    """The rotary positions of all layers, and those of layers with a window where they are others, for sequences of up
-    to this many tokens."""
+    """The rotary positions of all layers, and separate ones for layers with a window if the shape has them, for up to
+    this many tokens."""
     if shape.positions != "rope":
         return None, None
     width, own = rotary_width(shape), shape.window_rope

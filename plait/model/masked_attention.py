@@ -77,7 +77,8 @@ class _MaskedAttention(torch.autograd.Function):
 def _gradients(
     grad_bthd: Tensor, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, positions_bt: Tensor | None, cut: _Cut
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, keys and values, each in its dtype; those of keys and values are added up in float32 at least."""
+    """Gradients of queries, keys and values, each in its own dtype; keys' and values' are added up in float32 or
+    better."""
     kv_heads, grad_q = k_bthd.shape[2], []
     exact = torch.promote_types(k_bthd.dtype, torch.float32)
     grad_k, grad_v = (torch.zeros_like(x, dtype=exact) for x in (k_bthd, v_bthd))

@@ -5,8 +5,8 @@ multiples of its own scale. Block, scale and code are functions of the whole mat
 keeps the whole blocks that enclose the part, so that every layout computes with the same numbers, bit for bit; no
 layout is refused.
 
-NF4, its blocks and the second quantization of their scales are those of QLoRA (Dettmers et al. 2023), with the bytes
-of bitsandbytes: a byte holds two codes, the first in its upper half; a block's largest magnitude is a code of eight
+NF4, its blocks and the second quantization of their scales follow QLoRA (Dettmers et al. 2023), in the byte layout of
+bitsandbytes: a byte holds two codes, the first in its upper half; a block's largest magnitude is a code of eight
 bits (Dettmers 2015) times the scale of 256 such codes, plus the mean of all. Eight-bit blocks have a float32 scale.
 
 Legend: n blocks, g groups of 256 blocks, o outputs and i inputs of a matrix.

@@ -109,7 +109,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowRope:
-    """Rotary positions of the layers with a window, where they are not those of the other layers (Gemma 3, OLMo 3)."""
+    """Rotary positions of the layers with a window, where they differ from the other layers' (Gemma 3, OLMo 3)."""
 
     theta: float
     scaling: RopeScaling | None = None

@@ -131,7 +131,7 @@ class LoadMeter:
         self.when: Literal["backward", "forward"] = "backward"
         """"forward" while a pass without gradients counts, for losses that need the whole step's counts."""
         self.loss_scale: Callable[[], Tensor] | None = None
-        """What the gradients of this layer's losses are multiplied by, where those of all losses are."""
+        """The loss scale that the gradients of this layer's losses are multiplied by; None in runs without one."""
         self._total: Tensor | None = None
 
     def add(self, counts: Tensor) -> None:

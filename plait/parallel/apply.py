@@ -40,7 +40,7 @@ STAGES: tuple[ParallelStage, ...] = (
     ParallelStage(axis="context", apply=context, reason="replaces attention's core, whatever heads are left to it"),
     ParallelStage(axis="", apply=recompute, reason="wraps layers with all communication that they repeat"),
     ParallelStage(axis="", apply=compile_layers, reason="sees the layers' final code"),
-    ParallelStage(axis="", apply=quantize_frozen, reason="keeps blocks of whatever part the other ranks leave"),
+    ParallelStage(axis="", apply=quantize_frozen, reason="keeps the blocks of the part that the other axes leave"),
     ParallelStage(axis="", apply=round_frozen, reason="before parameters are split: their dtypes are fixed there"),
     ParallelStage(axis="shard", apply=shard, reason="splits parameters before they take memory"),
     ParallelStage(axis="", apply=materialize, reason="real memory for what this rank holds, and no more"),

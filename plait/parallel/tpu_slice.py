@@ -12,8 +12,8 @@ from plait.errors import PlaitError
 from plait.machines.tpus import TOPOLOGIES
 
 ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
-"""The variables by which torch_tpu's collectives are told of it: one HOST:PORT for each rank, in their order, and the
-chips along each axis of the slice."""
+"""The variables from which torch_tpu's collectives learn of the slice: one HOST:PORT for each rank, in their order, and
+the chips along each axis of the slice."""
 
 
 def join_slice(
@@ -62,7 +62,7 @@ def topology(world_size: int, local_world_size: int, generation: str) -> str:
 
 
 def _addresses(store: Store, rank: int, world_size: int, environment: MutableMapping[str, str]) -> Sequence[str]:
-    """HOST:PORT of every rank, told by way of the store."""
+    """HOST:PORT of every rank, exchanged through the store."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

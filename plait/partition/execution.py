@@ -44,8 +44,8 @@ class RunArithmetic:
     host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
     """The library of hosts that take another one than `matmul_backend`, by the digest of their machine."""
     orthogonalized_in: Precision = "float32"
-    """In what numbers Muon orthogonalizes matrices where the run computes in float32 or fp16: those of float32 and bf16
-    that its devices multiply faster. fp16's range is too narrow for gradients without their scale."""
+    """Precision in which Muon orthogonalizes matrices: in float32 and fp16 runs float32 or bf16, the one that the
+    devices multiply faster. fp16's range is too narrow for gradients without their scale."""
     matmul_flops: float | None = None
     """FLOP/s of the run's matrix products on one device, as measured; None where not measured."""
     matmul_error: float | None = None

@@ -23,7 +23,7 @@ GROWS_AFTER = 2000
 class DeviceLossScale:
     """A run's scale, on its device. All ranks hold the same numbers.
 
-    `tokens` are those of a step (of pairs, their number): what the sum of its losses is about to be divided by.
+    `tokens` is the number of tokens of a step, or of pairs: about what the sum of its losses is divided by.
     """
 
     def __init__(self, tokens: int, device: torch.device, first: float = FIRST) -> None:

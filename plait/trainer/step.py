@@ -89,7 +89,7 @@ def take_step(
 
     See Note [loss is a sum] in loss.py: the one division by the global number of tokens is here. An update whose
     gradient is not finite is skipped on all ranks, so that it cannot reach the weights. Gradients that `scale` has
-    multiplied are divided by it here; `norm` and clipping are those of the gradients themselves.
+    multiplied are divided by it here; `norm` and clipping refer to the gradients without the scale.
     """
     totals = run_micros(micros)
     local, of_pairs = totals[:2], totals[2:]

@@ -203,7 +203,7 @@ ROOT_OF_WIDTH = ConfigPart(
 
 
 def unrotated_layers() -> ConfigPart:
-    """SmolLM3's no_rope_layers, whose zeros are layers without positions, or every so many layers one."""
+    """SmolLM3's no_rope_layers, whose zeros are layers without positions, or no_rope_layer_interval."""
 
     def read(values: ConfigValues) -> Fields:
         number_of_layers, listed = layers_of(values), values.get("no_rope_layers")

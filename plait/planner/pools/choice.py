@@ -216,8 +216,8 @@ def best_choice(choices: Sequence[PoolChoice], aims: Aims) -> PoolChoice:
 
 
 def frontier(choices: Sequence[PoolChoice]) -> list[PoolChoice]:
-    """The choices that no other beats, the fastest first: in both time and cost; those of unknown cost, which must be
-    faster than all others, in time and number of devices."""
+    """The choices that no other beats, the fastest first. Priced choices are compared by time and cost. Choices of
+    unknown cost must be faster than all priced ones, and are compared by time and number of devices."""
     priced = [one for one in choices if one.cost is not None]
     fastest_s = min((one.wall_s for one in priced), default=inf)
     unpriced = [one for one in choices if one.cost is None and one.wall_s < (1 - SAME) * fastest_s]

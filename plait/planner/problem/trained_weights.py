@@ -57,9 +57,9 @@ def repeated_adapter_parameters(w: Workload) -> int:
 
 
 def dequantized_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
-    """Of an average layer's matrices on one rank before sharding, where they are kept in blocks of few bits: all
-    numbers, which each pass over a micro-batch makes again, and those of the largest, of which one is there at a
-    time. 0 where they are kept as they are multiplied."""
+    """Numbers in an average layer's quantized matrices on one rank, before sharding: in all of them, which each pass
+    over a micro-batch dequantizes again, and in the largest, as one is dequantized at a time. 0 for matrices that are
+    not quantized."""
     if w.quantization == "none":
         return np.zeros(len(c)), np.zeros(len(c))
     common, _ = layer_parameters(w, c)
