@@ -21,3 +21,6 @@ for host in $hosts; do
 done
 trap 'kill -TERM "$first"' TERM USR2
 wait "$first" || wait "$first" # a signal ends the first wait, and the run saves meanwhile
+code=$?
+wait # the other nodes end soon after node 0
+exit $code
