@@ -121,7 +121,7 @@ docs: env  ## the guides and a gallery of recipes as pages that need no network,
 	$(PYTHON) docs/site/build.py
 
 # Some 3 GB to download for each version, kept in .cuda-builds; part of no other target.
-CUDA_BUILDS ?= 2.11.0 2.14.1
+CUDA_BUILDS ?= 2.11.0 2.13.0 2.14.1
 
 test-cuda-build: python  ## forward, backward and compilation with CUDA builds of torch, without a card; needs gcc
 	$(PYTHON) tests/cuda_build/build.py $(CUDA_BUILDS)

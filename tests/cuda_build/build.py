@@ -1,9 +1,9 @@
 """`make test-cuda-build`: plait on CUDA builds of torch, on a machine without a card.
 
-    python3 tests/cuda_build/build.py 2.11.0 2.14.1
+    python3 tests/cuda_build/build.py 2.11.0 2.13.0 2.14.1
 
 For each version an environment of its own is made (some 6 GB, kept for the next time), torch and what plait needs are
-installed, described_driver.c is compiled as the driver of one GPU, and check.py runs with it.
+installed, described_driver.c is compiled as the driver of one GPU, and check.py and kernels.py run with it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ def main(versions: list[str]) -> int:
 
 
 def passes(version: str) -> bool:
-    """Install this torch, unless it is there, and run check.py with it."""
+    """Install this torch, unless it is there, and run both scripts with it."""
     python = environment(version)
     driver = described_driver(python)
-    print(f"torch {version}: running check.py", flush=True)
     variables = {**os.environ, "LD_PRELOAD": str(driver), "PYTHONPATH": str(ROOT), "CUDA_MODULE_LOADING": "LAZY"}
-    return subprocess.run([python, HERE / "check.py"], env=variables, cwd=ROOT, check=False).returncode == 0
+    passed = True
+    for script in ("check.py", "kernels.py"):
+        print(f"torch {version}: running {script}", flush=True)
+        passed &= subprocess.run([python, HERE / script], env=variables, cwd=ROOT, check=False).returncode == 0
+    return passed
 
 
 def environment(version: str) -> Path:

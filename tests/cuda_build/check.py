@@ -50,7 +50,7 @@ class Graphs:
 class PlacedDocuments(Documents):
     """Documents that are on the device already: fake tensors cannot be pinned."""
 
-    def on(self, device: torch.device, *, longest: int) -> Documents:
+    def on(self, device: torch.device, *, longest: int, positions_bt: Tensor | None = None) -> Documents:
         return self
 
 
@@ -137,8 +137,8 @@ def compile_layer_into(layer: nn.Module, recompute: Recompute, graphs: Graphs) -
     layer.compile(dynamic=False, fullgraph=True, backend=graphs)
 
 
-def placed_documents(lengths: tuple[int, ...]) -> PlacedDocuments:
-    return PlacedDocuments(lengths, of_any_length(cumulative_lengths(lengths).to("cuda")), SHAPE.sequence)
+def placed_documents(lengths: tuple[int, ...], longest: int = SHAPE.sequence) -> PlacedDocuments:
+    return PlacedDocuments(lengths, of_any_length(cumulative_lengths(lengths).to("cuda")), longest)
 
 
 def execution_of(recompute: Recompute) -> Execution:
