@@ -39,6 +39,7 @@ from plait.trainer.samples import load_sampler
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
 from plait.trainer.worker import process_group_for
+from tests.counted_graphs import CountedGraphs
 from tests.plans import changed
 from tests.trainer.saved import save
 
@@ -270,6 +271,22 @@ def meet_the_compiler(context: RankContext, argument: str) -> None:
             assembly.step(TrainState())
         assembly.loader.close()
     context.send("met", before=before, after=[name for name in SLOW_MODULES if name in sys.modules])
+
+
+def count_graphs(context: RankContext, argument: str) -> None:
+    """Take steps with compiled layers, and send how many graphs had been compiled by the end of each."""
+    graphs, counts = CountedGraphs(), list[int]()
+    torch.compiler.set_default_backend(graphs)
+    folder, state = Path(argument), TrainState()
+    config, plan = load_recipe(folder / "recipe.toml"), read_plan(folder / "plan.json")
+    with process_group_for(context, plan):
+        mesh = make_mesh(plan.placement.layout, plan.machines.device)
+        assembly = assemble(config, plan, sums=world_communicator(), mesh=mesh)
+        for _ in range(4):
+            state, _ = assembly.step(state)
+            counts.append(graphs.count)
+        assembly.loader.close()
+    context.send("counted", graphs=counts)
 
 
 def sample_and_lose(context: RankContext, argument: str) -> None:
