@@ -280,7 +280,8 @@ def test_ranks_on_processors_hold_what_was_foretold(layout: str, precision: Any,
     moments = plan.job.optimizer.moments
     work = workload_of(plan.job.shape, sequence=64, batch_sequences=16, precision=precision, moments=moments)
     if plan.job.optimizer.kind == "muon":
-        work = replace(work, orthogonalization=Orthogonalization(number_bytes=4))
+        number_bytes = 2 if plan.arithmetic.orthogonalization_precision == "bf16" else 4
+        work = replace(work, orthogonalization=Orthogonalization(number_bytes=number_bytes))
     knobs: dict[str, Any] = {
         "schedule": plan.placement.layout.schedule,
         "virtual": plan.placement.layout.virtual_stages,
