@@ -29,7 +29,7 @@ from plait.workers import ENTRIES, ForkedWorkers, OnMessage, Renewed
 from plait.working_folder import WorkingFolder
 from tests.trainer.tiny import make_tiny
 
-STEPS, LIKE = 24, 1e-5
+STEPS, LIKE = 48, 1e-5
 How = Literal["lost", "paused"]
 
 
