@@ -130,7 +130,7 @@ def test_the_plan_carries_the_places_and_says_why(tmp_path: Path) -> None:
     )
     size = ("model.layers=22", "model.width=128", "model.heads=4", "model.vocabulary=2048", "train.sequence=256")
     batch = ("train.batch_tokens=8192", "layout.micro_sequences=1", "layout.schedule='1f1b'")
-    config = recipe(tmp_path, *size, *batch, "layout.pipeline=4", 'train.budget="40 steps"')
+    config = recipe(tmp_path, *size, *batch, "layout.pipeline=4", "optimizer.kind=adamw", 'train.budget="40 steps"')
     outline = draft(config, replace(PLAYS, vocabulary=2048), resources, recipe_hash="")
     plan = settle(config, outline, outline.layouts)
     assert (
