@@ -291,7 +291,7 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.train(RECIPE, hosts=0), r"hosts = 0 is too small"),
     (lambda: plait.train(RECIPE, progress="bar"), r'give "auto", "lines" or "off"'),  # type: ignore[arg-type]
     (lambda: plait.train(RECIPE, ["optimizer.lr=3.0"], folder="work"), r"optimizer.lr was"),
-    (lambda: plait.join("nowhere"), r'"nowhere" is no HOST:PORT'),
+    (lambda: plait.join("nowhere"), r'"nowhere" is not HOST:PORT'),
     (lambda: plait.sample("play", tokens=0, folder="work"), r"tokens = 0 is too small"),
     (lambda: plait.evaluate("play", sequence=1, folder="work"), r"sequence = 1 is too small; give 2 or more"),
     (lambda: plait.sample("nobody", folder="work"), r'there is no run "nobody"'),
