@@ -423,8 +423,8 @@ def _notes(page: TimelinePage) -> str:
     """The limits of the page."""
     errors = max(own.clock_error_s for own in page.measured.ranks)
     notes = [
-        "The plan's line is its schedule's list of actions with the times of its forecast, which covers only the busiest "
-        "device: other ranks' passes are derived from their layers and sequences.",
+        "The plan's line is its schedule's list of actions with the times of its forecast, which covers the busiest "
+        "device only: other ranks' passes are derived from their layers and sequences.",
         "A message between stages is drawn until its receiver continued with it. It may have arrived earlier: an "
         "early result waits in memory.",
         "A gradient sum is drawn until its rank noticed its end, which is when it next looked.",
