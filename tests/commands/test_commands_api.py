@@ -283,7 +283,7 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.plan(RECIPE, cluster="8xH100", pool="8xH100"), r"pool= and cluster= both name machines"),
     (lambda: plait.plan(RECIPE, pool=8), r"pool = 8 is not usable; give a path"),  # type: ignore[arg-type]
     (lambda: plait.plan(RECIPE, pool="none.toml"), r"cannot read the pool none.toml"),
-    (lambda: plait.plan(RECIPE, pool="4xT4", availability="seed:1"), r"availability= is about spot machines"),
+    (lambda: plait.plan(RECIPE, pool="4xT4", availability="seed:1"), r"availability= is for spot machines"),
     (lambda: plait.plan(RECIPE, availability="seed:1"), r"name one with pool="),
     (lambda: plait.plan(RECIPE, pool="4xT4", objective="fastest"), r"takes no objective"),  # type: ignore[call-arg]
     (lambda: plait.plan(RECIPE, cluster="2xH100", folder="nowhere"), r'folder = "nowhere" is no folder'),
