@@ -102,7 +102,7 @@ def watch(
     browser: Browser = "not opened",
     write: Write,
 ) -> StopSignal:
-    """Serve the page until a signal comes, and return which. Raises PlaitError where a run is not there."""
+    """Serve the page until a signal arrives, and return which. Raises PlaitError if a run does not exist."""
     for name in names:
         find_run(name, working)
     try:

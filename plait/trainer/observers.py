@@ -1,4 +1,4 @@
-"""What watches the loop of one rank: the list of its observers, and those that have no better home."""
+"""Observers of one rank's loop: their list, and those without a file of their own."""
 
 from __future__ import annotations
 

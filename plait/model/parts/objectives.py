@@ -1,4 +1,4 @@
-"""What a model learns beside its next token: from heads on layers in the middle, and from tokens further ahead."""
+"""Training objectives in addition to the next token: heads on layers in the middle, and tokens further ahead."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def share_away_from_owners(w: Workload, c: Candidates) -> Reals:
 
 
 USUAL_BUCKET_BYTES = 8 * 2**20
-"""Of a bucket of gradients (parallel/gradient_buckets.py)."""
+"""For a bucket of gradients (parallel/gradient_buckets.py)."""
 
 
 def layer_matrices(w: Workload) -> tuple[Matrices, Matrices]:

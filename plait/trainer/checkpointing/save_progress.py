@@ -1,4 +1,4 @@
-"""What is said of a save while training waits for it: how far it is, and how long it may still take."""
+"""Messages about a save while training waits for it: its progress, and the time that it may still take."""
 
 from __future__ import annotations
 
