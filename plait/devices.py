@@ -17,7 +17,7 @@ its own memory and one worker, and queues its work in streams."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTraits:
-    """What distinguishes one kind of device from the others."""
+    """The differences between one kind of device and the others."""
 
     name: DeviceName
     place: DevicePlace

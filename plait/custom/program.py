@@ -153,7 +153,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def checked_sums(result: Any) -> LossTerms:
-    """What a person's loss returned, as sums and counts; raises PlaitError where it is neither."""
+    """The user's loss as sums and counts; raises PlaitError if it is neither."""
     several = isinstance(result, tuple | list) and len(result) > 0 and isinstance(result[0], tuple | list)
     pairs = [_checked_pair(one) for one in (result if several else [result])]
     device = pairs[0][0].device

@@ -60,7 +60,7 @@ def sum_of_bits(own: Tensor, world: Communicator) -> Tensor:
 
 
 def first_ones(make: Callable[[], Any], world: Communicator) -> Any:
-    """What rank 0 makes, JSON, on all; a PlaitError that it raises is raised by all. Blocks."""
+    """Rank 0's result, as JSON, on all ranks; a PlaitError that it raises is raised by all. Blocks."""
     told: dict[str, Any] = {}
     if world.index == 0:
         try:

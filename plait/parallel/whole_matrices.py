@@ -257,5 +257,5 @@ def _rectangle(matrix: Tensor, box: Box) -> Tensor:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the ranks of a group compute, for one that holds no piece."""
+    """The device on which the ranks of a group compute, for one that has no piece."""
     return (accelerator_of_group(group) if group is not None else None) or torch.device("cpu")

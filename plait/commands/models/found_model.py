@@ -38,7 +38,7 @@ class TrainedBy:
 
     @property
     def devices(self) -> RequestedDevices:
-        """What its recipe says of devices."""
+        """The devices that its recipe names."""
         return self.folder.saved_config().run.devices
 
 
@@ -52,7 +52,7 @@ class StoredModel:
     shape: ModelShape
     """Without the adapter."""
     adapter: StoredAdapter | None = None
-    """What stands beside the weights of a folder; None: nothing."""
+    """The adapter that belongs to the weights of a folder; None: none."""
 
     def resolved(self) -> StoredModel:
         """This model with absolute paths."""

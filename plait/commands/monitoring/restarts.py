@@ -16,11 +16,11 @@ if TYPE_CHECKING:  # a program's launcher needs neither before a failure
 
 LONGEST_PAUSE_S = 5.0
 _PASSING_TEXTS = ("CUDA error", "NCCL", "nccl", "Input/output error", "Stale file handle", "Transport endpoint")
-"""What an exception of a device, a link or a network disk says: a new start may find it well again."""
+"""Error messages of devices, links and network disks that may be gone at a new start."""
 
 
 def decision_after(asked: RecoverSection, without_progress: int, cause: Literal["may pass", "stays"]) -> Decision:
-    """What follows a failure, which is number `without_progress` of those without a new checkpoint between them."""
+    """The reaction to a failure, which is number `without_progress` of those without a new checkpoint between them."""
     if asked.mode == "never" or cause == "stays":
         return "ended"
     return "gave up" if without_progress >= asked.give_up_after else "started again"

@@ -19,7 +19,7 @@ from plait.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPlace:
-    """Where a program's newest state is: the folder that its run.save was given, and the step."""
+    """The newest state of a program: the folder that its run.save was given, and the step."""
 
     folder: str
     step: int
@@ -87,7 +87,7 @@ class ProgramRestarts:
         return f"rank {facts.rank} was killed by the kernel, which had no memory left"
 
     def _advice(self, facts: FailureFacts) -> str:
-        """What to do about it, and how the program goes on, or would have gone on by itself."""
+        """The fix, and how the program continues, or would have continued by itself."""
         return "; ".join(part for part in (self._remedy(facts), self._way_on()) if part)
 
     def _remedy(self, facts: FailureFacts) -> str:

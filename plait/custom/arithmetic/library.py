@@ -1,4 +1,4 @@
-"""Which library multiplies a person's float32 matrices on processors: found out once, on the program's own products."""
+"""Chooses the library for the user's float32 matrix products on CPUs: once, measured on the program's own products."""
 
 from __future__ import annotations
 

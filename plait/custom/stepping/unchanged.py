@@ -17,7 +17,7 @@ from plait.errors import PlaitError
 EVERY_STEPS = 50
 """Steps between two looks, beside one after the first step."""
 DRIFT = 1e-4
-"""Of a weight's absolute sum: how far apart two workers' sums of it may be."""
+"""Relative to a weight's absolute sum: the allowed difference between two workers' sums."""
 
 
 class ModelWatch:

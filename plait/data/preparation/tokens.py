@@ -43,7 +43,7 @@ class Tokenizer:
     eot: int
     eot_text: str
     bos: tuple[int, ...]
-    """What it writes before a text (BOS), where that is not `eot`; empty where texts begin with `eot`."""
+    """The token before a text (BOS), if it is not `eot`; empty if texts begin with `eot`."""
     vocabulary: int
     hash: str
     cut: re.Pattern[str]

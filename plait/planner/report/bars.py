@@ -47,7 +47,7 @@ from plait.units import format_bytes
 LEAST_TIME_SHARE_SHOWN = 0.004
 """Share of a step from which an item is drawn by itself."""
 GROUPS = (*BOTTLENECKS, "all else")
-"""The bottleneck if an item takes long."""
+"""Groups of items, named by the bottleneck that they point to."""
 GROUP_COLOURS = dict(zip(GROUPS, (BLUE, TEAL, ORANGE, RED, PURPLE, GREY), strict=True))
 HIDDEN_COLOUR = "#c9a06f"
 LINE_COLOUR = "#7d7875"
