@@ -234,8 +234,8 @@ def _ownership(wanted: Array, pieces: list[RankPiece]) -> str:
         if who == "own":
             owners[_slices(offset, values)] += 1
     if owners.max() > 1:
-        return f"{owners.max()} ranks answer for the same numbers"
-    return "nobody answers for some numbers" if owners.min() < 1 else ""
+        return f"{owners.max()} ranks own the same numbers"
+    return "no rank owns some numbers" if owners.min() < 1 else ""
 
 
 def _slices(offset: tuple[int, ...], values: Array) -> tuple[slice, ...]:

@@ -239,7 +239,7 @@ def _data(rank: int, pairs: Sequence[tuple[_Step, _Step]], whole: Sequence[_Step
             does = f"gets the batch of step {drawn + 1}, so {skipped} skipped"
         return _finding(
             "resumed_data", f"in step {number + 1} rank {rank} {does}", after.data_site or after.forward_site, own,
-            f"step {number + 1} has a batch of its own",
+            f"step {number + 1} has its own batch",
         )  # fmt: skip
     return None
 

@@ -76,7 +76,7 @@ def verification_start(plan: Plan, cores: int) -> str:
     """The comparison that is about to start, on a machine with this many cores."""
     workers = plan.placement.layout.world_size
     turns = f" taking turns on {counted(cores, 'core')}" if workers > cores else ""
-    doing = f"{counted(workers, 'gloo worker')}{turns} in float64, beside one plain process"
+    doing = f"{counted(workers, 'gloo worker')}{turns} in float64, against one plain process"
     return f"layout   {plan.placement.layout}{shares_text(plan)}: {doing}"
 
 

@@ -249,7 +249,7 @@ def _gpu_points(facts: NetworkFacts) -> list[str]:
         )
     if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < SHARED_MEMORY_ENOUGH:
         points.append(
-            f"/dev/shm has {format_bytes(facts.shared_memory_bytes)}, by which the GPUs of a machine may talk: give a "
-            "container more, for example --shm-size=8g"
+            f"/dev/shm has {format_bytes(facts.shared_memory_bytes)}, through which a machine's GPUs may communicate: "
+            "give a container more, for example --shm-size=8g"
         )
     return points

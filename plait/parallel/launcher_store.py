@@ -116,8 +116,8 @@ def _wait_for_server(host: str, port: int, stop: Callable[[], bool]) -> None:
         except OSError as error:
             if stop() or time.monotonic() > deadline:
                 raise PlaitError(
-                    f"nobody listens at MASTER_ADDR = {host}, MASTER_PORT = {port} ({error}); see what rank 0 printed, "
-                    "and set both to where rank 0 runs"
+                    f"nothing listens at MASTER_ADDR = {host}, MASTER_PORT = {port} ({error}); see what rank 0 "
+                    "printed, and set both to where rank 0 runs"
                 ) from None
             time.sleep(_ASK_AGAIN_S)
         else:

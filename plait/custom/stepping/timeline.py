@@ -41,7 +41,7 @@ def write_timeline(path: Path, spans: SpanLog, workers: Workers, names: Sequence
     first one writes. Raises PlaitError on GPUs, whose work runs later than it is asked for.
     """
     if workers.device.type != "cpu":
-        raise PlaitError("run.timeline tells what processors do; on GPUs take torch.profiler")
+        raise PlaitError("run.timeline records CPUs only; on GPUs use torch.profiler")
     workers.announce("run.timeline")()
     everybody = gather_json(spans.before(time.perf_counter()), workers.sums)
 

@@ -46,7 +46,7 @@ class PartsCarrier:
     def put_in_memory(self, slices: Slices, step: int) -> None:
         """Keep the part in memory, where the disk has no room for it; raises OSError or MemoryError."""
         if self._store is None:
-            raise MemoryError("nobody keeps memory for this rank")
+            raise MemoryError("no process keeps memory for this rank")
         self._step = step
         header, parts, local = rank_layout(self._rank, slices)
         nbytes = len(header) + sum(part.nbytes for part in parts)
