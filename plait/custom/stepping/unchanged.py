@@ -98,8 +98,8 @@ class ModelWatch:
                 )
         if _held_counts(self._program) != self._held:
             raise PlaitError(
-                "an optimizer has gained or lost parameters since plait.spread, so their gradients are not summed; give "
-                "it all of them before plait.spread"
+                "an optimizer has gained or lost parameters since plait.spread, and their gradients are not summed; "
+                "give it all of them before plait.spread"
             )
 
 
