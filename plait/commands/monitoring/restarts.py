@@ -1,4 +1,4 @@
-"""Which failures of workers may pass by a new start, and how often one is made: for runs of recipes and for people's
+"""Decides which failures of workers a new start may overcome, and how often to try: for runs of recipes and for users'
 own programs."""
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def decision_after(asked: RecoverSection, without_progress: int, cause: Literal[
 
 
 def may_pass(facts: FailureFacts, *, did_steps: bool) -> bool:
-    """Whether a new start may go well where this one did not, by the cause; `did_steps`: it had done any."""
+    """Whether a new start may succeed where this one failed, judging by the cause; `did_steps`: whether it had done any
+    steps."""
     if facts.cause in ("host lost", "no room"):  # its devices are gone, and the layout needs them
         return False
     if facts.cause == "out of memory":  # in the first step the same happens again
@@ -43,15 +44,15 @@ def pause_s(without_progress: int) -> float:
 
 
 def true_facts(facts: FailureFacts, kills_before: int) -> FailureFacts:
-    """The facts, where the kernel says why it killed a worker of this machine; `kills_before` is what
-    `kernel_memory_kills` said when the workers were started."""
+    """The facts, corrected if the kernel says why it killed a worker of this machine; `kernel_memory_kills` returned
+    `kills_before` when the workers were started."""
     if facts.what == "SIGKILL" and facts.host is None and kernel_memory_kills() > kills_before:
         return replace(facts, cause="out of memory", what="SIGKILL by the kernel, which had no memory left")
     return facts
 
 
 def kernel_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """How many processes the kernel has killed on this machine for want of memory; 0 where it does not say."""
+    """Number of processes that the kernel has killed on this machine for lack of memory; 0 if it does not say."""
     with suppress(OSError, ValueError):
         for line in vmstat.read_text().splitlines():
             if line.startswith("oom_kill "):
