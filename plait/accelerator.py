@@ -1,8 +1,8 @@
-"""What plait asks torch about the device on which this process computes: the host's processor, or an accelerator.
+"""Queries to torch about the device on which this process computes: the host's CPU, or an accelerator.
 
-Accelerators that launch operations have torch's functions of one module each (torch.cuda, torch.xpu) under the same
-names; those that compile them have torch.accelerator's. For the processor, on which work is done when a call returns,
-most of them do nothing.
+Accelerators that launch operations have the same function names in one torch module each (torch.cuda, torch.xpu); those
+that compile them use torch.accelerator. For the CPU, on which work is done when a call returns, most functions do
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether this device has memory of its own and queues its work. Accepts any device, including torch's "meta"."""
+    """Whether this device has its own memory and queues its work. Accepts any device, including torch's "meta"."""
     return any(row.name == device.type for row in ACCELERATORS)
 
 
@@ -41,12 +41,12 @@ def suits_flash_kernels(numbers: Tensor) -> bool:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on the device is queued in streams, beside which copies and transfers go on."""
+    """Whether work on the device is queued in streams, concurrently with copies and transfers."""
     return any(row.name == device.type and not row.is_compiled for row in ACCELERATORS)
 
 
 def is_compiled(device: torch.device) -> bool:
-    """Whether operations are compiled for each shape, so that shapes have to stay (`DeviceTraits.operations`)."""
+    """Whether operations are compiled for each shape, so that shapes should not change (`DeviceTraits.operations`)."""
     return device.type in _COMPILED
 
 
@@ -59,12 +59,12 @@ def accelerator_name() -> DeviceName | None:
 
 
 def _is_loaded(row: DeviceTraits) -> bool:
-    """Whether a package beside torch has registered a device of this kind, which it does where it finds one."""
+    """Whether an extension of torch has registered a device of this kind, which it does if it finds one."""
     return torch._C._get_privateuse1_backend_name() == row.name
 
 
 def named_devices() -> list[str]:
-    """The kinds of devices whose names this process's torch knows, whether there are any or not."""
+    """The kinds of devices that this process's torch knows, present or not."""
     return [row.name for row in DEVICE_TRAITS.values() if not row.is_compiled or _is_loaded(row)]
 
 
@@ -85,8 +85,8 @@ def accelerator_count() -> int:
 
 
 def gpu_count() -> int:
-    """How many accelerators torch sees that take each operation as it comes; none where each shape is compiled, as it
-    is of no use for text, which grows by a token at a time."""
+    """Number of accelerators that launch single operations; 0 if each shape is compiled, which is useless for text that
+    grows by one token at a time."""
     name = accelerator_name()
     return 0 if name is None or DEVICE_TRAITS[name].is_compiled else accelerator_count()
 
@@ -101,8 +101,8 @@ def own_device(name: DeviceName | None) -> torch.device:
 
 
 def choose_device(device: torch.device) -> None:
-    """Make an accelerator the current device of this process. One that compiles belongs to its process from its start
-    on."""
+    """Make an accelerator the current device of this process. One that compiles belongs to its process from the
+    start."""
     if not is_compiled(device):
         module_of(device).set_device(device.index)
 

@@ -165,7 +165,7 @@ def _refusal(values: object, errors: Sequence[Found]) -> str:
 
 
 def _place(values: Any, error: Found) -> tuple[str | int, ...]:
-    """Where in the values an error is: its location without the names of types that pydantic puts between."""
+    """The location of an error in the values, without the names of types that pydantic inserts."""
     place: list[str | int] = []
     for part in error["loc"][1:]:
         inner = dict(enumerate(values)) if isinstance(values, list) else values
@@ -186,7 +186,7 @@ def own_sentence(found: Found) -> str | None:
 
 
 def wanted_value(found: Found) -> str:
-    """What a value should be: a whole number, at most 10,000, "cosine" or "wsd"."""
+    """The expected value in words: a whole number, at most 10,000, "cosine" or "wsd"."""
     wanted = _WANTED.get(found["type"], found["msg"].removeprefix("Input should be "))
     return wanted if isinstance(wanted, str) else wanted(found.get("ctx", {}))
 

@@ -17,21 +17,21 @@ its own memory and one worker, and queues its work in streams."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTraits:
-    """What distinguishes one kind of device from the others."""
+    """The differences between one kind of device and the others."""
 
     name: DeviceName
     place: DevicePlace
     messages: Literal["gloo", "nccl", "xccl", "tpu_dist"]
-    """torch.distributed's backend for tensors that lie on the device."""
+    """torch.distributed's backend for tensors on the device."""
     kernels: Literal["none", "CUDA's"] = "none"
-    """What torch offers for it beyond the usual operations: attention over documents of any length, products grouped
-    by expert, and steps recorded as graphs. Without these, plait uses the usual operations."""
+    """torch's features for it beyond the usual operations: attention over documents of any length, products grouped by
+    expert, and steps recorded as graphs. Without these, plait uses the usual operations."""
     operations: Literal["launched", "compiled"] = "launched"
     """"launched": one by one, in streams. "compiled": collected, and compiled together for each new shape, which takes
     seconds; so attention, documents and experts keep to the shapes that the plan fixes. There are no streams, no pinned
     memory and no events; what torch offers for such a device is in torch.accelerator."""
     proof: Literal["tested", "written, not run", "run without a chip"] = "tested"
-    """"run without a chip": by the maker's own backend for torch, on a processor."""
+    """ "run without a chip": with the maker's own backend for torch, on a CPU."""
 
     @property
     def is_accelerator(self) -> bool:
@@ -44,7 +44,7 @@ class DeviceTraits:
 
     @property
     def process_groups(self) -> str:
-        """The backend of a run's process groups. Tensors in the host's memory always travel by gloo."""
+        """The backend of a run's process groups. Tensors in the host's memory always use gloo."""
         return f"cpu:gloo,{self.name}:{self.messages}" if self.is_accelerator else self.messages
 
 
@@ -56,7 +56,7 @@ DEVICE_TRAITS: Mapping[DeviceName, DeviceTraits] = {
         DeviceTraits(name="cuda", place="accelerator", messages="nccl", kernels="CUDA's"),
         # Intel's GPUs. torch.xpu has the functions of torch.cuda that accelerator.py uses.
         DeviceTraits(name="xpu", place="accelerator", messages="xccl", proof="written, not run"),
-        # Google's TPUs, by TorchTPU: the package torch_tpu, which torch loads where there is a chip.
+        # Google's TPUs, with TorchTPU: the package torch_tpu, which torch loads if there is a chip.
         DeviceTraits(
             name="tpu",
             place="accelerator",
@@ -69,7 +69,7 @@ DEVICE_TRAITS: Mapping[DeviceName, DeviceTraits] = {
 
 ACCELERATORS = tuple(row for row in DEVICE_TRAITS.values() if row.is_accelerator)
 ON_PAPER: DeviceName = "cuda"
-"""What the accelerators of a cluster count as that need not be there."""
+"""The kind that accelerators of a cluster count as if they are not present."""
 
 
 def traits_of(name: str) -> DeviceTraits:

@@ -24,7 +24,7 @@ _PLAINER_WORDS = (
     ("Input should be less than or equal to", "it should be at most"),
     ("Input should be", "it should be"),
 )
-"""What the libraries under typer say of an invalid option, and how plait says it."""
+"""Messages of the libraries under typer about an invalid option, and plait's wording."""
 
 
 def exit_code_of(stopped_by: Literal["finished", StopSignal]) -> int:
@@ -68,7 +68,7 @@ def _report_bug(errors: OptionalOutput) -> NoReturn:
 
 
 def _usage_sentence(error: Any) -> str:
-    """What is wrong with the options and arguments, and which help to read."""
+    """The error in the options and arguments, and the help to read."""
     text = error.format_message().rstrip(".").partition(", unable to parse")[0]
     for theirs, ours in _PLAINER_WORDS:
         text = text.replace(theirs, ours)

@@ -71,7 +71,7 @@ class Finding:
     tolerance: float
     remark: str = ""
     label: str = ""
-    """What it is called; empty where its name is that of one of plait's own weights."""
+    """Its name; empty if it is one of plait's own weights."""
 
     @property
     def passes(self) -> bool:
@@ -97,11 +97,11 @@ class Verdict:
     findings: tuple[Finding, ...]
     """Sorted by error relative to its tolerance, the worst first."""
     exception: str = ""
-    """What the proof leaves out, as the end of a sentence: "but for …"; empty where it leaves nothing out."""
+    """The limits of the proof, as the end of a sentence: "but for …"; empty if there are none."""
     causes: tuple[str, ...] = ()
     """Why it differs, the likeliest first, where a person's own model was compared."""
     remarks: tuple[str, ...] = ()
-    """What a person should know of their own model, also where nothing differs."""
+    """Remarks on the user's own model, also when nothing differs."""
 
     @property
     def ok(self) -> bool:
@@ -171,7 +171,7 @@ class Verdict:
         return "\n".join([self.table(), last, *(f"note     {remark}" for remark in self.remarks)])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The proof as a notebook shows it."""
         return f"<pre>{escape(str(self))}</pre>"
 
 
@@ -228,14 +228,14 @@ def _distance(wanted: Array, offset: tuple[int, ...], who: str, values: Array) -
 
 
 def _ownership(wanted: Array, pieces: list[RankPiece]) -> str:
-    """What is wrong with the ownership of a gradient's elements, or "" where each is owned by exactly one rank."""
+    """An error in the ownership of a gradient's elements; empty if exactly one rank owns each."""
     owners = np.zeros(wanted.shape, dtype=np.int64)
     for offset, who, values in pieces:
         if who == "own":
             owners[_slices(offset, values)] += 1
     if owners.max() > 1:
-        return f"{owners.max()} ranks answer for the same numbers"
-    return "nobody answers for some numbers" if owners.min() < 1 else ""
+        return f"{owners.max()} ranks own the same numbers"
+    return "no rank owns some numbers" if owners.min() < 1 else ""
 
 
 def _slices(offset: tuple[int, ...], values: Array) -> tuple[slice, ...]:

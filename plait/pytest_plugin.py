@@ -16,7 +16,7 @@ from plait.checking.findings import CheckReport
 
 
 class ProgramCheck(Protocol):
-    """Checks a program; fails the test where it is not proven, with what `plait check` prints."""
+    """Checks a program; fails the test with the output of `plait check` if the program is not proven."""
 
     def __call__(self, *command: str, workers: int | None = None, steps: int = 6) -> CheckReport: ...
 

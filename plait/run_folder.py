@@ -40,7 +40,7 @@ same."""
 
 @dataclass(frozen=True, slots=True)
 class RunTotals:
-    """What a receipt needs and no line of metrics.jsonl holds: training time, and the peak memory of each device."""
+    """A receipt's values that are not in metrics.jsonl: training time, and the peak memory of each device."""
 
     wall_s: float = 0.0
     device_s: float = 0.0
@@ -94,7 +94,7 @@ class RunFolder:
 
     @property
     def samples(self) -> Path:
-        """What the model wrote at certain steps; nothing that a run needs."""
+        """The model's texts at certain steps; the run does not need them."""
         return self.path / "samples.jsonl"
 
     @property

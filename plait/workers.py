@@ -34,7 +34,7 @@ RECORDING_ENTRY = "record_steps"
 MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY = "measure_machine", "probe", "measure_products"
 MACHINE_CHECK_ENTRY = "check_machine"
 ROUTING = "routing.safetensors"
-"""Where the one process of a proof leaves which experts each token went to, for the ranks of a layout."""
+"""The file in which the one process of a proof leaves the experts of each token, for the ranks of a layout."""
 COMPILER, SYMBOLIC_SHAPES = "compiler", "symbolic shapes"
 ENTRIES = EntryTable(
     functions={

@@ -1,4 +1,4 @@
-"""Where a command works: the folder that holds runs/ and .plait/."""
+"""A command's working folder: the one with runs/ and .plait/."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WorkingFolder:
         return self.path / CACHE
 
     def warnings(self) -> list[str]:
-        """What to say, once a command, of the folders that other users can change."""
+        """A warning, once per command, about folders that other users can change."""
         found = open_to_everybody((self.runs, self.cache, self.cache / "data"))
         return [
             f"warning  {folder} can be changed by every user of this machine, who could move or replace what plait "

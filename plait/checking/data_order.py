@@ -11,12 +11,12 @@ from plait.checking.findings import ProgramFinding
 from plait.checking.recorded import Event
 
 _COMPARED = 50
-"""Batches of a pass that are compared between ranks."""
+"""At most this many batches of a pass are compared between ranks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Pass:
-    """What one rank drew from a DataLoader from one `iter` to the next."""
+    """One pass of a rank over a DataLoader: the batches drawn from one iterator."""
 
     about: Event
     batches: list[Any] = field(default_factory=list)
@@ -52,7 +52,8 @@ def data_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
 
 
 def data_not_checked(events: Sequence[Sequence[Event]]) -> list[str]:
-    """What could not be known about the order of the training data, so that no finding does not mean no mistake."""
+    """Notes on what could not be checked in the order of the training data: there, the lack of a finding proves
+    nothing."""
     by_rank = [_passes_of(rank) for rank in events]
     training: dict[tuple[int, int], list[_Pass]] = {}
     for passes in by_rank:
@@ -64,7 +65,7 @@ def data_not_checked(events: Sequence[Sequence[Event]]) -> list[str]:
     if not training:
         return [
             "not checked: which examples each rank gets, because the program draws its batches without a DataLoader; "
-            "only whether two ranks get the same ones was compared"
+            "the check compared only whether two ranks get the same inputs"
         ]
     said: dict[str, str] = {}
     for (loader, _), passes in training.items():
@@ -74,12 +75,14 @@ def data_not_checked(events: Sequence[Sequence[Event]]) -> list[str]:
         elif not all(one.known for one in passes):
             why = "its sampler yields no lists of indices"
         elif not _one_dataset(passes):
-            why = "each rank has a data set of its own"
+            why = "each rank has its own data set"
         else:
             continue
-        said[where] = f"not checked: whether examples come twice or are left out in the data at {where}: {why}"
+        said[where] = f"not checked: whether examples are repeated or left out in the data at {where}: {why}"
     if not said and not any(all(one.ended for one in passes) for passes in training.values()):
-        said[""] = "not checked: whether a pass over the data leaves examples out, because no pass ended by then"
+        said[""] = (
+            "not checked: whether a pass over the data leaves examples out, because no pass ended during the check"
+        )
     return list(said.values())
 
 
@@ -113,14 +116,14 @@ def _training(passes: Sequence[_Pass], ranks: int) -> list[ProgramFinding]:
         return []
     if (same := _same_batches(passes)) is not None:
         return [same]
-    if about["replacement"]:  # one process, too, draws some examples twice and others never
+    if about["replacement"]:  # one process would also draw some examples twice and others never
         return []
     replicas, where = about["replicas"], about["site"]
     if replicas is not None and replicas > ranks:
         return [
             ProgramFinding(
                 kind="samples_left_out", is_fault=True, where=where,
-                what=f"data: the sampler makes {replicas} shares and {ranks} ranks run, so {replicas - ranks} of "
+                what=f"data: the sampler makes {replicas} shares but {ranks} ranks run, so {replicas - ranks} of "
                 f"{replicas} shares of the data are never used",
                 one_process="it would draw every example",
             )
@@ -141,10 +144,10 @@ def _training(passes: Sequence[_Pass], ranks: int) -> list[ProgramFinding]:
             ProgramFinding(
                 kind="repeated_samples", is_fault=True, where=where,
                 what=f"data: each of {ranks} ranks draws from all {length} examples"
-                + (f", and {doubled} of {total} drawn so far came twice" if doubled else "")
-                + ": every example comes up to "
-                f"{ranks} times in a pass",
-                one_process="it would draw each example once in a pass",
+                + (f", and {doubled} of {total} drawn so far are repeats" if doubled else "")
+                + ": every example is drawn up to "
+                f"{ranks} times per pass",
+                one_process="it would draw each example once per pass",
             )
         ]  # fmt: skip
     missing = length - len(drawn) if length else 0
@@ -161,7 +164,7 @@ def _training(passes: Sequence[_Pass], ranks: int) -> list[ProgramFinding]:
 
 
 def _same_batches(passes: Sequence[_Pass]) -> ProgramFinding | None:
-    """Whether two ranks got the same examples at the same time, by what is in the batches."""
+    """A finding if two ranks got the same examples at the same time; compares the batches' contents."""
     for rank in range(1, len(passes)):
         for earlier in range(rank):
             pairs = list(zip(passes[earlier].contents, passes[rank].contents, strict=False))[:_COMPARED]
@@ -172,13 +175,14 @@ def _same_batches(passes: Sequence[_Pass]) -> ProgramFinding | None:
                 return ProgramFinding(
                     kind="same_batch", is_fault=True, where=passes[0].about["site"],
                     what=f"data: ranks {earlier} and {rank} get the same batches ({alike} of {len(pairs)} compared)",
-                    one_process="it would draw different examples in their place",
+                    one_process="it would draw different examples instead",
                 )  # fmt: skip
     return None
 
 
 def _same_inputs(events: Sequence[Sequence[Event]]) -> ProgramFinding | None:
-    """For programs without a DataLoader, or whose batches hold no tensor: the same inputs of the model on two ranks."""
+    """A finding if the model gets the same inputs on two ranks, for programs whose batches contain no tensor or come
+    without a DataLoader."""
     inputs = [
         [(one["inputs"], one["site"]) for one in rank if one["kind"] == "forward" and one["grad"] and one["inputs"]]
         for rank in events
@@ -192,30 +196,30 @@ def _same_inputs(events: Sequence[Sequence[Event]]) -> ProgramFinding | None:
                     kind="same_batch", is_fault=True, where=pairs[0][0][1],
                     what=f"data: the model gets the same inputs on ranks {earlier} and {rank} ({alike} of {len(pairs)} "
                     "forward passes compared)",
-                    one_process="it would get different examples in their place",
+                    one_process="it would get different examples instead",
                 )  # fmt: skip
     return None
 
 
 def _overlap(passes: Sequence[_Pass]) -> ProgramFinding | None:
-    """Examples without indices that one rank draws and another one, too, by what is in them."""
+    """A finding if one rank's examples also appear on other ranks; compares contents, for data sets without indices."""
     drawn = [[content for batch in one.contents for content in batch] for one in passes]
     for rank, own in enumerate(drawn):
         if len(own) < 8 or len(set(own)) < 0.9 * len(own):
-            continue  # contents that come often by themselves, such as labels
+            continue  # contents that repeat anyway, such as labels
         others = {content for other in (*drawn[:rank], *drawn[rank + 1 :]) for content in other}
         common = sum(content in others for content in own)
         if common > len(own) / 2:
             return ProgramFinding(
                 kind="repeated_samples", is_fault=True, where=passes[0].about["site"],
-                what=f"data: {common} of the {len(own)} examples that rank {rank} drew so far came on other ranks, too",
-                one_process="it would draw each example once in a pass",
+                what=f"data: {common} of the {len(own)} examples that rank {rank} drew so far appeared on others, too",
+                one_process="it would draw each example once per pass",
             )  # fmt: skip
     return None
 
 
 def _one_dataset(passes: Sequence[_Pass]) -> bool:
-    """Whether an index means the same example on all ranks; no, where each rank has a data set of its own."""
+    """Whether an index means the same example on all ranks, rather than each rank having its own data set."""
     if len({one.about["dataset_length"] for one in passes}) != 1:
         return False
     seen: dict[int, str] = {}
@@ -230,13 +234,13 @@ def _one_dataset(passes: Sequence[_Pass]) -> bool:
 
 
 def _evaluation(passes: Sequence[_Pass]) -> list[ProgramFinding]:
-    """Whether an evaluation that all ranks share counts each example once."""
+    """A finding if an evaluation that is split over all ranks does not count each example once."""
     length = passes[0].about["dataset_length"]
     if not length or not all(one.ended and one.known for one in passes) or not _one_dataset(passes):
         return []
     each = [Counter(_flat(one.batches)) for one in passes]
     if any(len(one) == length == sum(one.values()) for one in each):
-        return []  # a rank that evaluates everything by itself
+        return []  # some rank evaluates all examples by itself
     together: Counter[int] = sum(each, Counter())
     doubled, missing = sum(together.values()) - len(together), length - len(together)
     if doubled and any(one.gathers for one in passes):

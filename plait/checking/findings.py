@@ -16,42 +16,43 @@ ProgramFindingKind = Literal[
 FIXES: Mapping[ProgramFindingKind, str] = {
     "world_size": "DistributedDataParallel and fully_shard already divide the sum by the number of ranks: divide or "
     "multiply exactly once",
-    "accumulation": "divide the loss by the number of micro-batches of a step before backward",
+    "accumulation": "before backward, divide the loss by the number of micro-batches per step",
     "scale": "look for a factor that one process would not have, or for micro-batches that are counted wrongly",
-    "mean_of_means": "sum the losses of tokens, all_reduce their number over all ranks and micro-batches of the "
-    "step, and divide by that (times the number of ranks where DDP averages)",
+    "mean_of_means": "sum the losses of all tokens, all_reduce the token count over all ranks and micro-batches of the "
+    "step, and divide by it (under DDP, which averages, also multiply by the number of ranks)",
     "missing_sum": "include these parameters: all_reduce their gradients too, or register them with DDP",
     "never_summed": "wrap the model in DistributedDataParallel, or all_reduce every gradient before optimizer.step()",
-    "lost_micro_batches": "call zero_grad() once a step, before the first micro-batch, and use no_sync() only around "
-    "micro-batches that another backward pass follows",
+    "lost_micro_batches": "call zero_grad() once per step, before the first micro-batch, and use no_sync() around all "
+    "micro-batches except the last",
     "uneven_ranks": "give every example the same weight: weight ranks by their number of examples",
-    "weights_apart": "seed every rank equally before the model is made, or broadcast the weights of rank 0 (DDP does)",
-    "rates_apart": "compute the learning rate from values that all ranks share",
+    "weights_apart": "seed all ranks equally before creating the model, or broadcast the weights of rank 0 (DDP does)",
+    "rates_apart": "compute the learning rate from values that are the same on all ranks",
     "same_batch": "give the DataLoader a DistributedSampler, or take every N-th batch by rank",
-    "repeated_samples": "give the DataLoader a DistributedSampler, so that each example is drawn once in a pass",
+    "repeated_samples": "give the DataLoader a DistributedSampler, so that each example is drawn once per pass",
     "samples_left_out": "set num_replicas to the number of running ranks, and rank to this rank's number",
-    "dropout_alike": "seed with seed + rank after the model is made and wrapped",
+    "dropout_alike": "after creating and wrapping the model, seed each rank with seed + rank",
     "batch_norm": "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping (on CPUs: "
     "plait.convert_batch_norm under plait.spread), or use layers without batch statistics",
     "partial_clipping": "clip all gradients by one norm: torch.nn.utils.clip_grad_norm_(model.parameters(), …) handles "
     "DTensors; otherwise all_reduce the sum of squares before taking the root",
-    "clipping_before_sum": "clip once a step, after the last backward pass and after the gradients are summed",
-    "schedule": "call scheduler.step() once for each optimizer step, or plan the schedule for as many calls",
+    "clipping_before_sum": "clip once per step, after the last backward pass and after the gradients are summed",
+    "schedule": "call scheduler.step() once per optimizer step, or create the schedule for the actual number of calls",
     "evaluation_data": "evaluate each example once: remove the padding that a DistributedSampler adds (Accelerate: "
     "gather_for_metrics), or evaluate all data on one rank",
     "stale_gradients": "call optimizer.zero_grad() in every step",
-    "uneven_steps": "let every rank take every step: give all ranks equally many batches (drop_last, or "
-    "DistributedDataParallel.join), and decide about skipping a step on all ranks alike",
-    "update": "let every rank apply the same update to the same gradients, and share the results of an update",
-    "unexplained": "compare this parameter's gradients by hand: hooks, custom autograd functions, parts that only one "
-    "rank runs",
-    "resumed_weights": "save and load the state_dict of the whole model, in its own number format, on every rank",
-    "resumed_data": "save how many batches of the pass are used (or the DataLoader's state_dict, with torchdata's "
-    "StatefulDataLoader), and go on from there with the same seed and epoch",
-    "resumed_optimizer": "save optimizer.state_dict() beside the model, and load it after the optimizer is made",
+    "uneven_steps": "let every rank take every step: give all ranks the same number of batches (drop_last, or "
+    "DistributedDataParallel.join), and let all ranks skip the same steps",
+    "update": "apply the same update to the same gradients on every rank; if ranks update different parameters, "
+    "share the results",
+    "unexplained": "look at how this parameter's gradient is computed: hooks, custom autograd functions, code that "
+    "only one rank runs",
+    "resumed_weights": "save and load the state_dict of the whole model, in its own dtype, on every rank",
+    "resumed_data": "save how many batches of the pass have been used (or the DataLoader's state_dict, with "
+    "torchdata's StatefulDataLoader), and continue there with the same seed and epoch",
+    "resumed_optimizer": "save optimizer.state_dict() with the model, and load it after creating the optimizer",
     "resumed_schedule": "save scheduler.state_dict() and the number of steps taken, and load them",
     "resumed_random": "save each rank's torch.get_rng_state() (and numpy's and Python's), and set it after loading",
-    "resumed_loss": "compare what else the loss depends on: buffers, averaged weights, loss scales, counters",
+    "resumed_loss": "check what else the loss depends on: buffers, averaged weights, loss scales, counters",
     "printed_loss": "all_reduce the loss and its count before printing",
     "same_order": "call sampler.set_epoch(epoch) at the beginning of each epoch",
     "weight_decay": "put biases and norms into a parameter group with weight_decay=0 unless this is intended",
@@ -64,14 +65,14 @@ class ProgramFinding:
 
     kind: ProgramFindingKind
     is_fault: bool
-    """Whether it makes the program differ; else it is a note."""
+    """Whether it makes the program differ from one process; otherwise it is a note."""
     what: str
     where: str = ""
-    """File and line of the call that did it, where that is known."""
+    """File and line of the responsible call, if known."""
     parameter: str = ""
-    """The first parameter that it concerns, in the model's order."""
+    """The first parameter concerned, in the model's order."""
     parameters: int = 0
-    """How many parameters it concerns."""
+    """Number of parameters concerned."""
     step: int | None = None
     one_process: str = ""
 
@@ -107,17 +108,17 @@ class CheckReport:
     """Optimizer steps that were compared."""
     parameters: int
     largest_error: float | None
-    """The largest difference of a gradient, as a share of what went into it."""
+    """The largest difference between gradients, relative to what was summed into them."""
     findings: tuple[ProgramFinding, ...] = ()
     reasons: tuple[str, ...] = ()
     """Why the program cannot be judged, or what the proof does not cover."""
     changed: tuple[str, ...] = ()
-    """What was replaced to run the program here."""
+    """Replacements made to run the program here, such as gloo for NCCL."""
     wall_s: float = 0.0
     stopped_after: int | None = None
-    """Where a stop was tried: how many steps the program had taken when it ended."""
+    """With a rehearsed stop: steps that the program had taken when it ended."""
     resumed_after: int | None = None
-    """How many of them it had when it went on."""
+    """With a rehearsed stop: the step after which the second start continued."""
 
     @property
     def ok(self) -> bool:
@@ -151,7 +152,7 @@ class CheckReport:
 
 
 def check_report_lines(report: CheckReport) -> Sequence[str]:
-    """The report as a person reads it."""
+    """The report as it is printed."""
     lines = [f"changed  {one}" for one in report.changed]
     for finding in sorted(report.findings, key=lambda one: not one.is_fault):
         lines += _finding_lines(finding)
@@ -176,8 +177,8 @@ def check_report_lines(report: CheckReport) -> Sequence[str]:
 
 def _resumed_text(report: CheckReport) -> str:
     stopped, resumed = report.stopped_after or 0, report.resumed_after or 0
-    again = "" if stopped <= resumed else f", after taking {stopped - resumed} of them again"
-    return f"stopped after step {stopped} and started again, it goes on as if it had not been stopped{again}"
+    again = "" if stopped <= resumed else f", after repeating {stopped - resumed} of its steps"
+    return f"stopped after step {stopped} and started again, it continues as if it had never stopped{again}"
 
 
 def _finding_lines(finding: ProgramFinding) -> list[str]:

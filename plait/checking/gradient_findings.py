@@ -24,11 +24,11 @@ from plait.checking.reference import (
 )
 
 OtherWorkers = Callable[[], Mapping[tuple[int, int], Mapping[str, float]] | None]
-"""Runs the same steps on another number of workers; answers `weights_of_loss` by optimizer and step, None if that run
+"""Runs the same steps on another number of workers; returns `weights_of_loss` by (optimizer, step), or None if that run
 fails."""
 
 _SAME = 2e-3
-"""Factors and norms that differ by less than this share are the same."""
+"""Factors and norms that differ relatively by less than this are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class GradientVerdict:
 def judge_gradients(
     steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]], other_workers: OtherWorkers
 ) -> GradientVerdict:
-    """Compare all steps, and name what differs."""
+    """Compare all steps, and name the mistakes that explain the differences."""
     tolerance = tolerance_of(steps, events)
     findings: list[ProgramFinding] = []
     notes: list[str] = []
     undecided: list[str] = []
     if tolerance == ROUNDED:
-        notes.append("gradients were computed or sent in 16 bits, so they are compared to 3 %")
+        notes.append("gradients were computed or sent in 16 bits, so differences up to 3 % count as rounding")
     kinds_of_clips = [clip for step in steps for clip in _clip_findings(step, events)]
     findings += kinds_of_clips[:1]
     early = bool(kinds_of_clips) and kinds_of_clips[0].kind == "clipping_before_sum"
@@ -82,7 +82,7 @@ def judge_gradients(
 
 
 def tolerance_of(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> float:
-    """The largest difference that is rounding: more where gradients were computed or sent in 16 bits."""
+    """The largest difference that counts as rounding: larger if gradients were computed or sent in 16 bits."""
     has_hook = any(one["kind"] == "comm_hook" for rank in events for one in rank)
     is_16_bit = any(
         tensor.dtype in (torch.bfloat16, torch.float16)
@@ -97,9 +97,9 @@ def _stale_finding(step: CheckedStep) -> ProgramFinding:
     return ProgramFinding(
         kind="stale_gradients", is_fault=True, where=step.site, step=step.step, parameter=step.name(0),
         parameters=len(step.parameters),
-        what=f"gradients are never cleared: step {step.step + 1} still adds the gradients of earlier steps, to "
-        f"{step.name(0)} first",
-        one_process="it would use this step's gradients alone, because zero_grad() clears them",
+        what=f"gradients are never cleared: step {step.step + 1} still adds the gradients of earlier steps "
+        f"({step.name(0)} is the first parameter)",
+        one_process="it would use only this step's gradients",
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def _stale_finding(step: CheckedStep) -> ProgramFinding:
 
 
 def _clip_findings(step: CheckedStep, events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
-    """Clipping before the gradients are complete, and clipping by the norm of a part."""
+    """Findings on clipping before gradients are complete, and on clipping by the norm of only some of them."""
     for index, rank in enumerate(step.ranks):
         for clip in rank.event["clips"]:
             end = rank.event["number"]
@@ -163,13 +163,14 @@ def _size(step: CheckedStep, parameter: int) -> int:
 def _partial(step: CheckedStep, where: str, name: str, what: str) -> ProgramFinding:
     return ProgramFinding(
         kind="partial_clipping", is_fault=True, where=where, step=step.step, parameter=name,
-        what=f"clipping by the norm of a part: {what} ({name} and others)",
+        what=f"clipping by a partial norm: {what} ({name} and others)",
         one_process="it would clip by the norm of all gradients",
     )  # fmt: skip
 
 
 def _clipped_by_hand(compared: Sequence[StepComparison]) -> tuple[str, set[int]]:
-    """Whether gradients are scaled down, step by step, to one norm: a program's own clipping, as one process has it."""
+    """Whether the program itself scales gradients to one norm in several steps, as one process could: a note and the
+    steps."""
     scaled: dict[int, float] = {}
     norms: dict[int, float] = {}
     for result in compared:
@@ -199,14 +200,14 @@ def _clipped_by_hand(compared: Sequence[StepComparison]) -> tuple[str, set[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Note:
-    """Something to say about gradients that are as they should be."""
+    """A remark on gradients that are correct."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Undecided:
-    """Why gradients may be right or wrong."""
+    """Why it cannot be decided whether gradients are correct."""
 
     text: str
 
@@ -214,7 +215,7 @@ class _Undecided:
 def _explain(
     result: StepComparison, compared: Sequence[StepComparison], tolerance: float, other_workers: OtherWorkers
 ) -> list[ProgramFinding | _Note | _Undecided]:
-    """What there is to say about one step, by groups of parameters that relate in the same way."""
+    """Findings and notes on one step: one for each group of parameters that differ in the same way."""
     worst: dict[int, Comparison] = {}
     for one in result.differing:
         worst.setdefault(one.parameter, one)
@@ -238,20 +239,21 @@ def _scaled(
     tolerance: float,
     other_workers: OtherWorkers,
 ) -> ProgramFinding | _Note | _Undecided:
-    """What a common factor of some gradients means. That it equals the number of ranks or micro-batches proves nothing:
-    a loss may be half a squared error. It must change with the ranks, or the loss must show its divisions."""
+    """The meaning of a factor that several gradients share. A factor equal to the number of ranks or micro-batches
+    proves nothing by itself, since a loss may be half a squared error. It is a fault if it changes with the number of
+    ranks, or if the divisions in the loss show it."""
     step, factor = result.step, members[0].factor
     ranks, micros = len(step.ranks), passes_of(step)
     name = named_factor(factor, ranks, micros)
     if divides_by_another_count(result) and not name:
-        return _Note(text="the loss is divided by a count other than its elements, the same for all of them")
+        return _Note(text="the loss divides all micro-batches by one count, which is not quite the number of elements")
     divisions = min(sum(abs(one / micros - 1) < _SAME for one in micro.divisors) for micro in step.micros)
     own = result.literal_factor * (micros if result.unit != "as written" else 1)
     is_own = len(members) == total and own > 0 and abs(factor / own - 1) < _SAME
     is_by_passes = abs(factor / micros - 1) < _SAME or abs(factor * micros - 1) < _SAME
     scaled_down = any(abs(one * micros - 1) < _SAME for micro in step.micros for one in micro.multipliers)
     kind: ProgramFindingKind = "scale"
-    # Cross-entropy with smoothed labels has a factor of its own, so what is left need not be the micro-batches' number.
+    # Label smoothing adds a factor to cross-entropy, so the rest need not be the number of micro-batches.
     never, twice = divisions == 0 and factor > 1 and not scaled_down, divisions == 2 and factor < 1 and is_by_passes
     is_accumulation = is_own and micros > 1 and (never or twice)
     if is_accumulation and (never or ranks != micros):
@@ -262,11 +264,11 @@ def _scaled(
             kind, name = "accumulation", "accumulation"
         elif follows is False:
             written = f"the loss is {factor:.4g} times a mean" if is_own else f"gradients are {factor:.4g} times a mean"
-            return _Note(text=f"{written} for any number of workers, as the program writes it")
+            return _Note(text=f"{written} with any number of workers, as the program is written")
         elif follows is None and is_own:
             text = (
-                f"the loss is {factor:.4g} times a mean, which may be its own factor or the number of ranks, and the "
-                "program did not run on another number of workers to show which; check it with other --workers"
+                f"the loss is {factor:.4g} times a mean: that may be intended, or come from the number of ranks. The "
+                "program did not run on another number of workers, which would have shown it; try other --workers"
             )
             return _Undecided(text=text) if name else _Note(text=text)
         else:
@@ -286,7 +288,7 @@ def _scaled(
 
 
 def _follows_workers(result: StepComparison, tolerance: float, other_workers: OtherWorkers) -> bool | None:
-    """Whether a factor of a step's gradients changes with the number of workers; None where that cannot be tried."""
+    """Whether a step's factor changes with the number of workers; None if that cannot be tried."""
     mine = weights_of_loss(result.step, tolerance=tolerance)
     if result.unit == "as written":
         mine = {reading: weight for reading, weight in mine.items() if reading.endswith("as written")}
@@ -330,7 +332,7 @@ def _related(
     elif first.relation == "pieces uneven":
         factors = ", ".join(f"{one:.3g}" for one in first.rank_factors)
         kind = "partial_clipping"
-        what = f"clipping by the norm of a part: ranks scale their pieces by {factors}: {names}"
+        what = f"clipping by a partial norm: ranks scale their pieces by {factors}: {names}"
     elif first.relation == "ranks uneven":
         factors = ", ".join(f"{one:.3g}" for one in first.rank_factors)
         if _clips_before_sum(compared):
@@ -353,7 +355,7 @@ def _related(
 
 
 def _by_micro_batch(step: CheckedStep, one: Comparison, names: str) -> tuple[ProgramFindingKind, str]:
-    """Which micro-batches count how much in a rank's gradient."""
+    """How much each micro-batch counts in a rank's gradient."""
     counts = {(micro.rank, micro.place): count for micro, count in zip(step.micros, one.rank_factors, strict=True)}
     places = sorted({place for _, place in counts})
     alone = [
@@ -364,13 +366,13 @@ def _by_micro_batch(step: CheckedStep, one: Comparison, names: str) -> tuple[Pro
     ]
     if alone:
         numbers = ", ".join(str(place + 1) for place in alone)
-        return "missing_sum", f"a sum is missing: of micro-batch {numbers} each rank keeps its own gradient: {names}"
+        return "missing_sum", f"a sum is missing: for micro-batch {numbers} each rank keeps its own gradient: {names}"
     text = ", ".join(f"{count:.3g}" for count in one.rank_factors)
     return "uneven_ranks", f"micro-batches do not count equally: {text} times on rank {one.rank}: {names}"
 
 
 def _clips_before_sum(compared: Sequence[StepComparison]) -> bool:
-    """Whether each rank's own gradient, as far as it counts, has one norm in all steps, as after clipping."""
+    """Whether the part of each rank's own gradient that counts has the same norm in all steps, as after clipping."""
     norms: list[float] = []
     for result in compared:
         step = result.step

@@ -23,7 +23,7 @@ from plait.checking.updates import judge_updates, rate_findings, step_count_find
 def judge(
     folder: Path, events: Sequence[Sequence[Event]], *, wall_s: float, other_workers: OtherWorkers
 ) -> CheckReport:
-    """Judge what was recorded in `folder`."""
+    """Judge the program by the records in `folder`."""
     workers = len(events)
     steps = checked_steps(folder, events)
     changed = tuple(dict.fromkeys(one["what"] for rank in events for one in rank if one["kind"] == "stand_in"))
@@ -72,7 +72,7 @@ def judge(
 
 
 def _not_compared(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> list[str]:
-    """Steps that some ranks recorded and others did not."""
+    """A note on steps that only some ranks recorded."""
     taken = [{(one["optimizer"], one["step"]) for one in rank if one["kind"] == "step"} for rank in events]
     missing = sorted(set().union(*taken) - {(step.optimizer, step.step) for step in steps})
     if not missing:
@@ -82,36 +82,36 @@ def _not_compared(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]
 
 
 def _without_consequences(findings: Sequence[ProgramFinding]) -> list[ProgramFinding]:
-    """The findings without repeated samples where two ranks drew the same batches, which implies them."""
+    """The findings without repeated samples if two ranks drew the same batches, which implies them."""
     is_same = any(one.kind == "same_batch" for one in findings)
     return [one for one in findings if not (is_same and one.kind == "repeated_samples")]
 
 
 def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> list[str]:
-    """Why a program cannot be judged; empty where it can."""
+    """Reasons why the program cannot be judged; empty if it can."""
     groups = [next((one for one in rank if one["kind"] == "group"), None) for rank in events]
     if not steps:
         if not any(one["kind"] == "forward" for rank in events for one in rank):
             return ["no model ran and no optimizer took a step; name the program that trains"]
         return [
             "the program ran, but no optimizer of torch.optim took a step on all ranks; if it updates weights "
-            "itself, or in another library, nothing can be compared"
+            "itself or through another library, there is nothing to compare"
         ]
     if any(one["kind"] == "fsdp1" for rank in events for one in rank):
-        return ["FullyShardedDataParallel (FSDP1) flattens weights, which is not covered; fully_shard (FSDP2) is"]
+        return ["FullyShardedDataParallel (FSDP1) flattens weights, which is not supported; use fully_shard (FSDP2)"]
     if any(_names(rank.event) != _names(step.ranks[0].event) for step in steps for rank in step.ranks):
         return [
-            "the ranks' optimizers hold different parameters (a sharded optimizer written by hand), so their "
+            "the ranks' optimizers have different parameters (a sharded optimizer written by hand), so their "
             "steps cannot be compared"
         ]
     if any(one is None for one in groups):
         return [
             "the program never calls torch.distributed.init_process_group, so each process trains by itself; a program "
-            "for one process has nothing to prove"
+            "for one process has nothing to check"
         ]
     if any(one is not None and one["size"] != len(events) for one in groups):
         size = next(one["size"] for one in groups if one is not None)
-        return [f"the program set up {size} ranks and {len(events)} were started; give --workers {size}"]
+        return [f"the program expects {size} ranks and {len(events)} were started; give --workers {size}"]
     inside = [
         one for rank in events for one in rank if one["kind"] == "message" and one["in_forward"] and not one["norm"]
     ]
@@ -119,7 +119,7 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
         one = inside[0]
         return [
             f"{one['call']} at {one['site']} is called inside a module's forward pass: tensor, expert or sequence "
-            "parallelism written by hand, which one process cannot repeat batch by batch"
+            "parallelism written by hand, which one process cannot reproduce batch by batch"
         ]
     passes = [about for step in steps for rank in step.ranks for about in rank.event["backwards"].values()]
     if any(one["gathers"] for one in passes):
@@ -130,13 +130,13 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
     ]  # fmt: skip
     if gathers and any(one["joins_constants"] for one in passes):
         return [
-            f"the loss joins a model's outputs with other ranks' outputs ({gathers[0]['call']} at {gathers[0]['site']} "
+            f"the loss combines a model's outputs with other ranks' ({gathers[0]['call']} at {gathers[0]['site']} "
             "carries no gradient), so it is not computed batch by batch"
         ]
     if any(one["contrastive"] for one in passes):
         return [
-            "the loss multiplies the batch's outputs with each other (contrastive): each rank compares its own samples "
-            "alone, and one process would compare all of them"
+            "the loss multiplies the batch's outputs with each other (contrastive): each rank compares only its own "
+            "samples, while one process would compare all of them"
         ]
     if any(not micro.is_linear for step in steps for micro in step.micros):
         site = next(micro.site for step in steps for micro in step.micros if not micro.is_linear)
@@ -148,7 +148,7 @@ def _uncovered(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) 
 
 
 def _indistinct(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]]) -> list[str]:
-    """Why the gradients that were recorded cannot tell a right program from a wrong one."""
+    """Reasons why the recorded gradients cannot tell a correct program from a wrong one."""
     computed = [
         (step, int(key.rpartition("/")[2]), tensor)
         for step in steps
@@ -162,13 +162,13 @@ def _indistinct(steps: Sequence[CheckedStep], events: Sequence[Sequence[Event]])
         if not bool(tensor.isfinite().all()):
             return [
                 f"the gradient of {step.name(position)} is not finite in step {step.step + 1}, so it cannot be "
-                "compared; see where it becomes infinite or NaN, or check fewer --steps"
+                "compared; find where it becomes infinite or NaN, or check fewer --steps"
             ]
     parts = max(len(step.micros) for step in steps)
     if tolerance_of(steps, events) == ROUNDED and parts * ROUNDED >= 0.5:
         return [
             f"gradients were computed or sent in 16 bits, and each step has {parts} micro-batches over all ranks: a "
-            "missing one would look like rounding; take fewer --workers or micro-batches, or float32"
+            "missing one would look like rounding; use fewer --workers or micro-batches, or float32"
         ]
     return []
 

@@ -1,4 +1,4 @@
-"""A person's launch command, read: which program it runs, with which arguments, on how many workers."""
+"""Parses the user's launch command: which program to run, with which arguments, on how many workers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _OTHERS = {"srun": "Slurm", "mpirun": "MPI", "mpiexec": "MPI", "deepspeed": "Dee
            "poetry": "poetry", "conda": "conda", "bash": "a shell", "sh": "a shell"}  # fmt: skip
 OUTPUT_ARGUMENTS = ("output_dir", "out_dir", "save_dir", "checkpoint_dir", "ckpt_dir", "logging_dir", "log_dir",
                     "save_folder", "output_folder", "checkpoint_folder")  # fmt: skip
-"""Arguments that name a folder for what a program writes, with - or _ between the words."""
+"""Arguments that name a folder for the program's output, with - or _ between the words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedProgram:
-    """A person's program and its arguments, without the launcher."""
+    """The user's program and its arguments, without the launcher."""
 
     kind: Literal["file", "module"]
     name: str
     """The file's path, or the module's name."""
     arguments: tuple[str, ...] = ()
     workers: int | None = None
-    """As the launcher's options say; None where they do not."""
+    """From the launcher's options; None if they do not say."""
     environment: Mapping[str, str]
     python: str = ""
-    """The path of the interpreter in the command; "" for the one that runs plait."""
+    """The path of the interpreter in the command; empty for the one that runs plait."""
 
 
 def read_launch_command(words: Sequence[str]) -> WatchedProgram:
@@ -53,8 +53,8 @@ def read_launch_command(words: Sequence[str]) -> WatchedProgram:
     first = Path(rest[0]).name
     if first in _OTHERS:
         raise PlaitError(
-            f"plait check starts the workers itself and cannot go through {_OTHERS[first]}",
-            "give it the torchrun, python or accelerate command inside: plait check -- python train.py",
+            f"plait check starts the workers itself, so it cannot use {_OTHERS[first]}",
+            "give it the torchrun, python or accelerate command within: plait check -- python train.py",
         )
     if first == "torchrun":
         program = _torchrun(rest[1:])
@@ -74,7 +74,7 @@ def read_launch_command(words: Sequence[str]) -> WatchedProgram:
 
 
 def output_folders(program: WatchedProgram) -> Mapping[str, str]:
-    """The folders that arguments such as --output_dir name, by the option."""
+    """The values of output arguments such as --output_dir, by option."""
     found: dict[str, str] = {}
     for word, after in pairwise((*program.arguments, "")):
         option, equals, value = word.partition("=")
@@ -84,7 +84,7 @@ def output_folders(program: WatchedProgram) -> Mapping[str, str]:
 
 
 def with_outputs_in(program: WatchedProgram, folder: Path) -> tuple[WatchedProgram, tuple[str, ...]]:
-    """The program with a temporary folder in place of what arguments such as --output_dir name, and their names."""
+    """The program with its output arguments pointing into `folder`, and the options that were changed."""
     changed = output_folders(program)
     places = {option: str(folder / option[2:].replace("-", "_")) for option in changed}
     arguments = list(program.arguments)
@@ -134,7 +134,7 @@ def _accelerate(words: Sequence[str]) -> WatchedProgram:
             environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = value
         elif name in ("__use_deepspeed", "__use_megatron_lm", "__use_fsdp", "__config_file"):
             raise PlaitError(
-                f"accelerate launch {option} is not covered by plait check", "check the plain DDP form of the program"
+                f"accelerate launch {option} is not supported by plait check", "check the plain DDP form of the program"
             )
     return replace(_named("file", rest, "accelerate launch"), workers=workers, environment=environment)
 
@@ -157,7 +157,9 @@ def _python(words: Sequence[str]) -> WatchedProgram:
 
 def _named(kind: str, rest: Sequence[str], launcher: str) -> WatchedProgram:
     if not rest:
-        raise PlaitError(f"{launcher} names no program", "write it after the options: plait check -- torchrun train.py")
+        raise PlaitError(
+            f"the {launcher} command names no program", "write it after the options: plait check -- torchrun train.py"
+        )
     if kind == "module":
         return WatchedProgram(kind="module", name=rest[0], arguments=tuple(rest[1:]), environment={})
     return _file(rest[0], rest[1:])

@@ -1,4 +1,5 @@
-"""Runs a person's program under observation in several local processes, and ends them once enough is recorded."""
+"""Runs the user's program in several local processes that record what it does, and ends them once enough is
+recorded."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ _POLL_S = 0.05
 _AFTER_FAILURE_S = 1.5
 """How long the other ranks may still report after one has failed."""
 _BUSY_S = 0.2
-"""Processor time by which ranks that write nothing show that they compute."""
+"""CPU time that shows that ranks which write nothing are still computing."""
 LIGHT_AT_LEAST_S = 5.0
-"""How long a program goes on after the checked steps, so that passes, schedules and evaluations come to their end;
-longer where the checked steps took longer."""
+"""How long a program at least runs on after the checked steps, so that passes, schedules and evaluations can end; if
+the checked steps took longer, that long."""
 GRACE_S = 30.0
 """From SIGTERM to SIGKILL, as in Slurm's KillWait and Kubernetes' grace period."""
 OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
@@ -36,7 +37,7 @@ OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedLaunch:
-    """How a watched program came to its end."""
+    """How the run of a watched program ended."""
 
     ending: RunEnding
     wall_s: float
@@ -54,11 +55,11 @@ class RankProcess(Protocol):
 
 
 StartRank = Callable[[Path, Mapping[str, str], Path], RankProcess]
-"""Starts a rank: takes the request's file, the rank's environment, and where its output goes."""
+"""Starts a rank; takes the request's file, the rank's environment, and the log file for its output."""
 
 
 def start_process(request: Path, environment: Mapping[str, str], log: Path) -> RankProcess:
-    """Start a rank in a fresh Python. -P: no module of the current folder takes the place of one of ours."""
+    """Start a rank in a fresh Python. -P keeps modules in the current folder from shadowing ours."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "plait.checking.watch.program", str(request)],
@@ -84,13 +85,13 @@ def run_watched(
     grace_s: float = GRACE_S,
     start: StartRank = start_process,
 ) -> WatchedLaunch:
-    """Start the ranks, wait until the steps are recorded and then for `after_s` (or as long as the steps took, if that
-    is longer), and end the ranks; blocks. The program runs in `working`, by default in the current folder.
+    """Start the ranks, wait until their steps are recorded and then for `after_s` (or as long as the steps took, if
+    that is longer), and end the ranks; blocks. The program runs in `working`, by default in the current folder.
 
-    With `stop_after`, each rank gets SIGTERM after as many optimizer steps, and SIGKILL `grace_s` later: the ending is
-    "ended" where all ranks ended before that, else "enough".
+    With `stop_after`, each rank gets SIGTERM after that many optimizer steps, and SIGKILL `grace_s` later: the ending
+    is "ended" if all ranks exit before SIGKILL, else "enough".
 
-    Everything that they print goes to rank-N.log in `folder`. No rank outlives this call.
+    All output goes to rank-N.log in `folder`. No rank outlives this call.
     """
     folder.mkdir(parents=True, exist_ok=True)
     request = folder / "request.json"
@@ -126,7 +127,7 @@ def run_watched(
 def rank_environment(
     own: Mapping[str, str], program: WatchedProgram, folder: Path, rank: int, workers: int, port: int
 ) -> dict[str, str]:
-    """The environment of one rank: what torchrun sets, without GPUs, and offline."""
+    """The environment of one rank: what torchrun sets, with GPUs hidden and libraries offline."""
     threads = own.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // workers))
     launched = {
         "RANK": str(rank),
@@ -164,8 +165,8 @@ def _wait(
     limit_s: float,
     after_s: float,
 ) -> RunEnding:
-    """Wait until the program is over, or until `after_s` have passed since an event: all ranks have recorded their
-    steps, or the first one has got a signal, after which a rank that fails is only what a stop does to others."""
+    """Wait until the program is over, or for `after_s` after an event: all ranks have recorded their steps, or the
+    first one has got its signal. After a signal, a failing rank is only a consequence of the stop."""
     files = [folder / f"rank-{rank}" / "events.jsonl" for rank in range(len(started))]
     sizes, checked = [0] * len(started), [False] * len(started)
     began = grew = time.monotonic()
@@ -202,7 +203,7 @@ def _wait(
 
 
 def _processor_s(pid: int) -> float:
-    """Processor time that a process has used; 0.0 after its end."""
+    """CPU time that a process has used; 0.0 once it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -218,8 +219,8 @@ def _mentions(event: str, file: Path, start: int) -> bool:
 
 
 def _end(started: Sequence[RankProcess]) -> None:
-    """Kill all ranks with their DataLoaders' processes, and wait until they are gone. A rank that has just started
-    gets its own process group a moment later, so the signal is repeated."""
+    """Kill all ranks and their DataLoader workers, and wait until they are gone. A rank that has just started gets its
+    own process group a moment later, so the signal is repeated."""
     for one in started:
         _kill_group(one.pid)
     for one in started:
@@ -240,7 +241,7 @@ def _free_port() -> int:
 
 
 def read_events(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """A rank's events in their order; a last line that was being written is left out."""
+    """A rank's events in order, without an unfinished last line."""
     events: list[dict[str, Any]] = []
     with suppress(FileNotFoundError):
         for line in (folder / f"rank-{rank}" / "events.jsonl").read_text(encoding="utf-8").splitlines():

@@ -19,19 +19,19 @@ class MicroBatch:
 
     rank: int
     number: int
-    """In the order of the rank's events."""
+    """Its position among the rank's events."""
     place: int
     """Its index among the rank's passes of the same loss within the step."""
     site: str
     source: str = ""
-    """Which loss it is: the lines that led to backward, which are the same for all turns of a loop."""
+    """Identifies the loss: the lines that led to backward, which are the same for all iterations of a loop."""
     loss: float
     kind: str
     """How the main part of the loss reduces: "mean", "sum" or "opaque"."""
     coefficient: float
     """The derivative of the loss with respect to its main mean or sum."""
     units: Mapping[str, float]
-    """The elements of the main mean or sum, counted in several ways."""
+    """The number of elements of the main mean or sum, by way of counting."""
     is_linear: bool
     divisors: Sequence[float] = ()
     """Each number that the loss divides its main part by."""
@@ -120,7 +120,7 @@ def _micro_batches(step: Event, rank: int) -> list[MicroBatch]:
 
 
 def _main_term(terms: Sequence[Event]) -> Event:
-    """The part of a loss with the largest factor: cross-entropy beside a balance loss of a hundredth."""
+    """The term of a loss with the largest factor: cross-entropy rather than a balance loss weighted by 0.01."""
     if not terms:
         return {"kind": "opaque", "units": {}, "coefficient": 1.0, "is_linear": True, "divisors": (), "multipliers": ()}
 

@@ -1,10 +1,10 @@
 """Computes what one process would have computed in a step, and compares the program's gradients with it.
 
-Note [one process]: before any message, what a backward pass of rank r adds to a weight is what one process computes for
-that micro-batch. One process that had all of them would divide the sum over all elements (tokens, examples) by their
-number. So its gradient is a sum of the ranks' own gradients with factors that follow from how many elements each loss
-was a mean of, in float64. What the program gave its optimizer is compared with that; where it differs, other factors
-are tried, each of which is a known mistake.
+Note [one process]: before any communication, the gradient that a backward pass of rank r adds to a weight is what one
+process computes for that micro-batch. One process with all micro-batches would divide the sum over all elements
+(tokens, examples) by their number. So its gradient is a sum of the ranks' own gradients, with factors that follow from
+the number of elements in each loss; it is computed in float64. The program's gradients, as its optimizer got them, are
+compared with it. Where they differ, other factors are tried, each of which is a known mistake.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 from plait.checking.recorded import CheckedStep, MicroBatch
 
 EXACT, ROUNDED = 1e-4, 3e-2
-"""Largest difference that is rounding, as a share of what was summed: in float32 and float64, and in 16 bits."""
+"""Largest difference that counts as rounding, relative to what was summed: in float32 and float64, and in 16 bits."""
 _FACTOR_TOLERANCE = 2e-3
 _MICROS_SOLVED = 32
-"""Micro-batches of a step for which it is tried whether any factors explain a gradient."""
+"""Largest number of micro-batches per step for which arbitrary factors are solved for."""
 _NEARLY = 1.35
-"""A count of elements is off by less than this where it counts, say, the first token of each text; by ranks it is off
-by two or more."""
+"""A count that includes, say, the first token of each text is off by less than this; one that confuses ranks is off by
+two or more."""
 Unit = Literal["valid", "elements", "rows", "as written"]
 Relation = Literal[
     "equal", "scaled", "mean of means", "own only", "micro-batches lost", "ranks uneven", "pieces uneven",
@@ -44,15 +44,15 @@ class Comparison:
     relation: Relation
     factor: float
     error: float
-    """Of the plain comparison."""
+    """Relative difference from one process's gradient, without any factor."""
     detail: str = ""
     """Which variant of the relation."""
     rank_factors: tuple[float, ...] = ()
-    """How much each rank's own gradient counts; of uneven micro-batches, how much each of them does."""
+    """The weight of each rank's own gradient, or of each micro-batch's for "micro-batches uneven" and the like."""
 
     @property
     def explanation(self) -> tuple[str, str, str]:
-        """What parameters with the same cause have in common."""
+        """Equal for parameters with the same cause."""
         return self.relation, self.detail, f"{self.factor:.3g}"
 
 
@@ -64,7 +64,7 @@ class StepComparison:
     unit: Unit
     comparisons: Sequence[Comparison]
     literal_factor: float
-    """What the program itself multiplied its mean by, on the way to backward; 1.0 for a plain mean."""
+    """The factor by which the program multiplies its mean before backward; 1.0 for a plain mean."""
 
     @property
     def differing(self) -> list[Comparison]:
@@ -78,8 +78,8 @@ class StepComparison:
 def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = False) -> StepComparison:
     """Compare a step's gradients, as they were before clipping, with those of one process.
 
-    A sum that the program divided itself may have been divided by tokens, elements or examples, or be meant as a sum:
-    the reading that explains most is taken, the first one where several do.
+    If the loss is a sum, the program may have divided it by tokens, elements or examples, or may mean it as a sum: the
+    reading that explains most is taken, the first one if several do.
     """
     units = _readings(step)
     sources = {micro.source for micro in step.micros}
@@ -90,8 +90,8 @@ def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = 
 
 
 def _readings(step: CheckedStep) -> list[Unit]:
-    """What the losses of a step may be means over; a sum that the program divides by one number, or by nothing, may be
-    meant as a sum."""
+    """The units over which the losses of a step may be means. A sum that is divided by one constant, or not at all, may
+    also be meant as a sum."""
     if {micro.kind for micro in step.micros} != {"sum"}:
         return ["valid"]
     is_constant = len({micro.coefficient for micro in step.micros}) == 1
@@ -100,8 +100,8 @@ def _readings(step: CheckedStep) -> list[Unit]:
 
 
 def _divides_by_own_count(step: CheckedStep) -> bool:
-    """Whether every sum is a mean over its own elements that the program wrote out, such as loss.sum() / batch_size,
-    also where another factor, such as 0.3, stands before it."""
+    """Whether every sum is a mean over its own elements that the program spells out, such as loss.sum() / batch_size,
+    possibly with another factor such as 0.3."""
     passes = passes_of(step)
     counted: Sequence[Unit] = ("valid", "elements", "rows")
     return any(
@@ -119,18 +119,18 @@ def _divides_by_own_count(step: CheckedStep) -> bool:
 
 
 def _is_bare_sum(step: CheckedStep) -> bool:
-    """Whether the loss is a sum over several elements as it stands, which nothing divides or multiplies."""
+    """Whether the loss is a sum over several elements that nothing divides or multiplies."""
     return all(
         micro.kind == "sum" and micro.coefficient == 1 and unit_count(micro, "valid") > 1 for micro in step.micros
     )
 
 
 def weights_of_loss(step: CheckedStep, *, tolerance: float) -> Mapping[str, float]:
-    """How many times one process's gradient, of a mean or of a sum, a step's gradients are, in each reading in which
-    all parameters share one factor.
+    """The factor by which a step's gradients exceed one process's, of a mean or of a sum, for each reading in which all
+    parameters share one factor.
 
     A program's own weight, such as 0.3, is the same for any number of workers in one of the readings; a factor that
-    hides the number of ranks is so in none.
+    involves the number of ranks varies in all of them.
     """
     found: dict[str, float] = {}
     merged = replace(step, micros=_as_of_one_site(step.micros))
@@ -146,7 +146,7 @@ def weights_of_loss(step: CheckedStep, *, tolerance: float) -> Mapping[str, floa
 
 
 def _as_of_one_site(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Micro-batches of one loss, whatever line their backward stands in."""
+    """Micro-batches as if they had one loss, regardless of the lines that call backward."""
     places: dict[int, int] = {}
     merged = []
     for micro in micros:
@@ -160,7 +160,7 @@ _ORDER: Sequence[Relation] = ("equal", "scaled", "mean of means", "own only", "m
 
 
 def _complexity(result: StepComparison) -> tuple[float, float]:
-    """Explanations with fewer assumptions come first; a plain factor such as 3 before 0.0127."""
+    """A sort key: explanations with fewer assumptions first, and plain factors such as 3 before 0.0127."""
     worst = max((_ORDER.index(one.relation) for one in result.comparisons), default=0)
     count = sum(_ORDER.index(one.relation) for one in result.comparisons)
     plain = 0.0
@@ -168,7 +168,7 @@ def _complexity(result: StepComparison) -> tuple[float, float]:
         ranks, micros = len(result.step.ranks), passes_of(result.step)
         factors = [one.factor for one in result.comparisons if one.relation == "scaled"]
         is_named = all(named_factor(one, ranks, micros) for one in factors)
-        if result.unit == "as written":  # that a factor is 1 / ranks shows a forgotten division only of a bare sum
+        if result.unit == "as written":  # only of a bare sum does a factor of 1 / ranks show a forgotten division
             plain = 0.2 if is_named and _is_bare_sum(result.step) else 0.6
         else:
             plain = 0.0 if is_named else 0.5
@@ -177,8 +177,8 @@ def _complexity(result: StepComparison) -> tuple[float, float]:
 
 
 def divides_by_another_count(result: StepComparison) -> bool:
-    """Whether a program divides all its sums by one number that is nearly the elements' (transformers counts the first
-    token of each text, which nothing predicts): every element then counts the same, as in one process."""
+    """Whether a program divides all its sums by one number that is close to the number of elements (transformers counts
+    the first token of each text, which nothing predicts): every element then counts the same, as in one process."""
     micros = result.step.micros
     scaled = [one for one in result.comparisons if one.relation == "scaled"]
     if result.unit == "as written" or len(scaled) < len(result.comparisons) or not scaled:
@@ -190,7 +190,7 @@ def divides_by_another_count(result: StepComparison) -> bool:
 
 
 def named_factor(factor: float, ranks: int, micros: int) -> str:
-    """What a factor is made of: "world size", "1 / accumulation" …; "" where it is neither."""
+    """A name for a factor made of ranks and micro-batches, such as "1 / accumulation"; empty if it is neither."""
     names = {
         "world size": float(ranks),
         "1 / world size": 1.0 / ranks,
@@ -212,7 +212,7 @@ def named_factor(factor: float, ranks: int, micros: int) -> str:
 
 
 def passes_of(step: CheckedStep) -> int:
-    """Micro-batches of a step on a rank."""
+    """Micro-batches per step on one rank."""
     return 1 + max((micro.place for micro in step.micros), default=0)
 
 
@@ -228,15 +228,15 @@ def unit_count(micro: MicroBatch, unit: Unit) -> float:
 
 
 def mean_factor(micro: MicroBatch, unit: Unit) -> float:
-    """What turns a micro-batch's gradient into that of the mean over its elements, or of the negative mean where the
-    program minimizes that; 0.0 where nothing counts."""
+    """The factor that turns a micro-batch's gradient into the gradient of the mean over its elements (of the negative
+    mean, if the program minimizes that); 0.0 if no element counts."""
     size = abs(micro.coefficient)
     divided = size * unit_count(micro, unit) if micro.kind == "sum" else size
     return 1.0 / divided if divided else 0.0
 
 
 def one_process_factors(micros: Sequence[MicroBatch], unit: Unit) -> list[float]:
-    """The factor of each micro-batch's gradient in that of one process; see Note [one process]."""
+    """The factor of each micro-batch's gradient in one process's gradient; see Note [one process]."""
     if unit == "as written":
         return [1.0] * len(micros)
     totals: dict[str, float] = {}
@@ -252,9 +252,9 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
     factors = torch.tensor(one_process_factors(step.micros, unit), dtype=torch.float64)
     alternatives = list(_alternatives(step, unit))
     found: list[Sequence[Comparison]] = []
-    nothing = _rounding_of_nothing(step)
+    nothing = _noise_floor(step)
     unknown: list[tuple[int, Tensor, Tensor]] = []
-    """Index in `found`, gradient, and what each micro-batch has in one process's, where nothing explains it yet."""
+    """Unexplained so far: index in `found`, gradient, and each micro-batch's part of one process's gradient."""
     for parameter in range(len(step.parameters)):
         owns = [step.ranks[micro.rank].local(micro, parameter) for micro in step.micros]
         shape = next((one.shape for one in owns if one is not None), None)
@@ -272,7 +272,7 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
                 continue
             rows = torch.stack([torch.zeros(shape, dtype=torch.float64) if one is None else one for one in owns])
             if float(rows.norm()) <= nothing and (got is None or float(got.norm()) <= nothing):
-                continue  # a gradient that cancels out, such as that of a bias before softmax, says nothing
+                continue  # a gradient that cancels out, such as a bias's before softmax, says nothing
             if got is None:
                 if float((factors @ rows).norm()) > 0:
                     found.append(
@@ -287,7 +287,7 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
                 unknown.append((len(found), got, factors.unsqueeze(1) * rows))
             found.append(related)
     for index, got, rows in unknown:
-        found[index] = [_as_the_others_of_its_rank(found[index][0], got, rows, found, tolerance)]
+        found[index] = [_explained_by_larger(found[index][0], got, rows, found, tolerance)]
     literal = {round(_literal_factor(micro, unit), 6) for micro in step.micros}
     return StepComparison(
         step=step,
@@ -297,10 +297,10 @@ def _compare_in(step: CheckedStep, unit: Unit, tolerance: float, after_clipping:
     )
 
 
-def _as_the_others_of_its_rank(
+def _explained_by_larger(
     one: Comparison, got: Tensor, rows: Tensor, found: Sequence[Sequence[Comparison]], tolerance: float
 ) -> Comparison:
-    """A small parameter, whose elements are too few to find factors of micro-batches, by the factors of larger ones."""
+    """Explain a parameter with too few elements to solve for factors by the factors of larger ones on the same rank."""
     for other in (each[0] for each in found):
         if other.relation == "micro-batches uneven" and other.rank == one.rank:
             wanted = torch.tensor(other.rank_factors, dtype=torch.float64) @ rows
@@ -309,8 +309,8 @@ def _as_the_others_of_its_rank(
     return one
 
 
-def _rounding_of_nothing(step: CheckedStep) -> float:
-    """The norm below which a gradient is rounding, beside the other parameters' gradients."""
+def _noise_floor(step: CheckedStep) -> float:
+    """The norm below which a gradient is mere rounding, judged by the other parameters' gradients."""
     norms = (
         float(tensor.double().norm()) for rank in step.ranks for key, tensor in rank.tensors.items()
         if key.startswith("local/")
@@ -319,8 +319,7 @@ def _rounding_of_nothing(step: CheckedStep) -> float:
 
 
 def _most_common(found: Sequence[Sequence[Comparison]]) -> list[Comparison]:
-    """Of each gradient's possible explanations the one that explains most others, too: that of a bias with one element
-    may be anything."""
+    """For each gradient, the possible explanation that also explains most others: a bias with one element fits any."""
     counts = Counter(explanation for one in found for explanation in {each.explanation for each in one})
     return [max(one, key=lambda each: counts[each.explanation]) for one in found]
 
@@ -381,7 +380,7 @@ def _relate(
 
 
 def _multiple(got: Tensor, of: Tensor, size: float, tolerance: float) -> float | None:
-    """The factor by which one tensor is another, None where it is not one."""
+    """The factor that turns `of` into `got`; None if there is none."""
     squared = float(of @ of)
     if squared <= (1e-9 * size) ** 2:
         return None
@@ -391,8 +390,8 @@ def _multiple(got: Tensor, of: Tensor, size: float, tolerance: float) -> float |
 
 
 def _pieces(got: Tensor, wanted: Tensor, cut: tuple[int, int], tolerance: float) -> list[float] | None:
-    """The factor of each rank's rows of a sharded parameter, where rows differ by rank and by nothing else; `cut` is
-    the number of pieces and of rows."""
+    """The factor of each rank's rows of a sharded parameter, if rows differ by rank and by nothing else; `cut` is
+    (number of pieces, number of rows)."""
     factors = []
     pieces, rows = cut
     for one, other in zip(got.view(rows, -1).chunk(pieces), wanted.view(rows, -1).chunk(pieces), strict=False):
@@ -405,7 +404,7 @@ def _pieces(got: Tensor, wanted: Tensor, cut: tuple[int, int], tolerance: float)
 
 
 def _alternatives(step: CheckedStep, unit: Unit) -> Iterator[tuple[Relation, str, Tensor]]:
-    """Factors that known mistakes give the micro-batches, with what to call them."""
+    """Factors that known mistakes give the micro-batches, each with its relation and a description."""
     micros = step.micros
     right = torch.tensor(one_process_factors(micros, unit), dtype=torch.float64)
     means = torch.tensor([mean_factor(micro, unit) for micro in micros], dtype=torch.float64)
@@ -433,7 +432,7 @@ def _alternatives(step: CheckedStep, unit: Unit) -> Iterator[tuple[Relation, str
             of_rank = torch.tensor([micro.rank == rank for micro in micros])
             yield (
                 "own only",
-                f"earlier micro-batches are those of rank {rank} alone",
+                f"earlier micro-batches come from rank {rank} only",
                 (right * ((places == last) / len(step.ranks) + (places != last) * of_rank)),
             )
 

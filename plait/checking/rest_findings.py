@@ -1,4 +1,4 @@
-"""Findings beside gradients: batch statistics, random numbers, schedules, printed losses, weight decay."""
+"""Findings apart from gradients: batch statistics, random numbers, schedules, printed losses, weight decay."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from plait.checking.recorded import CheckedStep, Event, MicroBatch
 from plait.checking.reference import passes_of, unit_count
 
 _TELLING_DECIMALS = 5
-"""Of a printed number that is a loss beyond doubt."""
+"""A printed number with this many decimals that equals a loss is taken to be that loss."""
 
 
 def norm_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
-    """BatchNorm layers that see a rank's own samples alone."""
+    """BatchNorm layers that see only their own rank's samples."""
     layers = [one for one in events[0] if one["kind"] == "batch_norm"]
     if not layers or len(events) < 2:
         return []
@@ -26,8 +26,8 @@ def norm_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
         ProgramFinding(
             kind="batch_norm", is_fault=True, parameter=names[0], parameters=len(names),
             where=next((one["site"] for one in events[0] if one["kind"] == "forward" and one["grad"]), ""),
-            what=f"BatchNorm over a part: {names[0]}{more} takes mean and variance over each rank's own samples",
-            one_process="it would take them over all ranks' samples",
+            what=f"BatchNorm over a part: {names[0]}{more} uses the mean and variance of each rank's own samples",
+            one_process="it would use those of all ranks' samples",
         )
     ]  # fmt: skip
 
@@ -37,7 +37,7 @@ def random_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
     drew = [[one for one in rank if one["kind"] == "forward" and one["grad"] and one["rng"]] for rank in events]
     pairs = list(zip(*drew, strict=False))
     alike = [pair for pair in pairs if len({one["rng"] for one in pair}) == 1]
-    # Batches of unequal lengths draw different amounts of random numbers, so equal seeds show in the first state only.
+    # Batches of unequal length draw different amounts of random numbers, so equal seeds show only in the first state.
     if len(events) < 2 or not pairs or (pairs[0] not in alike and len(alike) <= len(pairs) / 2):
         return []
     return [
@@ -51,7 +51,7 @@ def random_findings(events: Sequence[Sequence[Event]]) -> list[ProgramFinding]:
 
 
 def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
-    """Schedules that advance by several steps for each step of the optimizer."""
+    """Schedules that advance by several steps per optimizer step."""
     ranks, micros = len(events), max((passes_of(step) for step in steps), default=1)
     states = [one for one in events[0] if one["kind"] in ("step", "light_step") and one["optimizer"] == 0]
     ended = any(one["kind"] == "ended" for one in events[0])
@@ -86,8 +86,8 @@ def schedule_findings(events: Sequence[Sequence[Event]], steps: Sequence[Checked
 
 
 def printed_findings(events: Sequence[Sequence[Event]], steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
-    """Printed losses that are rank 0's own while other ranks' losses differ: in two steps at least or to five
-    decimals, because other numbers may look like a loss, and nowhere the loss over all ranks."""
+    """Printed losses that are rank 0's own although other ranks' losses differ. Other numbers may look like a loss, so
+    one must match in at least two steps or to five decimals, and none may equal the loss over all ranks."""
     if len(events) < 2:
         return []
     found: list[ProgramFinding] = []
@@ -127,7 +127,7 @@ def _losses(step: CheckedStep, rank: int) -> list[float]:
 
 
 def _whole_losses(step: CheckedStep) -> list[float]:
-    """Over all ranks: by elements, by ranks, of each round of micro-batches, and as sums."""
+    """The losses of all ranks, combined by elements, by ranks, per round of micro-batches, and as sums."""
     counts = [unit_count(micro, "valid") for micro in step.micros]
     total = sum(counts) or 1.0
     by_elements = sum(_plain(micro) * count for micro, count in zip(step.micros, counts, strict=True)) / total
@@ -157,7 +157,7 @@ def _decimals(text: str) -> int:
 
 
 def weight_decay_findings(steps: Sequence[CheckedStep]) -> list[ProgramFinding]:
-    """Biases and norms that decay: a note, because many programs intend it."""
+    """Biases and norms with weight decay: a note, because many programs intend it."""
     for step in steps[:1]:
         names = list(_decayed_vectors(step.ranks[0].event["groups"], step.parameters))
         if names:

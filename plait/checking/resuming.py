@@ -1,8 +1,8 @@
-"""Compares a program that was stopped and started again with one that was not: where it goes on, and with what.
+"""Compares a program that was stopped and started again with an undisturbed run: where it continues, and with what.
 
-Note [where it goes on]: no program says from which step it resumes. Its first weights after the second start equal
-the weights that the undisturbed run had before some step; that step is where it goes on, even if its own counter says
-another.
+Note [where it continues]: programs do not say from which step they resume. The first weights after the second start
+equal the weights that the undisturbed run had before some step; that is where the program continues, even if its own
+counter says otherwise.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from plait.checking.findings import ProgramFinding, ProgramFindingKind
 from plait.checking.recorded import Event
 
 _SAME, _SAME_STATE, _SAME_LOSS = 1e-6, 1e-4, 1e-4
-"""Shares of a weight, of an optimizer's state and of a loss that are rounding between two runs of one program."""
+"""Relative differences of a weight, an optimizer's state and a loss that count as rounding between two runs."""
 _NEAR = 1.0
-"""Restored weights that are nearer to a step's weights than this share of the step's update are those weights, with
-something lost."""
+"""Restored weights that are nearer to a step's weights than this share of the step's update are taken to be those
+weights, with something lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,12 @@ class RecordedRun:
 
     folder: Path
     events: Sequence[Sequence[Event]]
-    """Of each rank."""
+    """By rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeVerdict:
-    """What a second start does."""
+    """How a second start compares with the undisturbed run."""
 
     stopped_after: int = 0
     resumed_after: int = 0
@@ -50,7 +50,7 @@ class ResumeVerdict:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """An optimizer step of one rank, and what led to it."""
+    """An optimizer step of one rank, with the batches and losses that led to it."""
 
     inputs: list[str] = field(default_factory=list)
     randoms: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ def compare_resumed(undisturbed: RecordedRun, stopped: RecordedRun, resumed: Rec
     if resumed_after == 0:
         return ResumeVerdict(stopped_after=stopped_after)
     if resumed_after >= len(whole[0]):
-        reason = f"the program took {stopped_after} steps before it stopped, all that were recorded; give more --steps"
+        reason = f"the program stopped after {stopped_after} steps, and no later ones were recorded; give more --steps"
         return ResumeVerdict(stopped_after=stopped_after, resumed_after=resumed_after, reasons=(reason,))
     findings = [] if (apart := _weights(places, second[0][0])) is None else [apart]
     if any(one.step != resumed_after for one in places) or resumed_after < 0:
@@ -128,7 +128,7 @@ def _not_repeatable(whole: Sequence[Sequence[_Step]], first: Sequence[Sequence[_
             what = "batches" if left.inputs != right.inputs else "losses" if not _alike(left, right) else ""
             if what:
                 return (
-                    f"two starts of the same command differ by themselves: rank {rank} has other {what} in step "
+                    f"two runs of the same command differ even without a stop: rank {rank} has other {what} in step "
                     f"{index + 1}; set all seeds, so that a difference after a stop means something"
                 )
     return None
@@ -143,12 +143,12 @@ def _alike(left: _Step, right: _Step) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where a rank goes on, by its weights."""
+    """Where a rank continues, according to its weights."""
 
     step: int
     """Steps after which the undisturbed run had these weights; -1 if it never had them."""
     apart: Mapping[str, float]
-    """Parameters that differ from those weights, and by which share."""
+    """Parameters that differ from those weights, with the relative difference."""
 
 
 def _place(undisturbed: RecordedRun, resumed: RecordedRun, rank: int, whole: Sequence[_Step], first: _Step) -> _Place:
@@ -194,11 +194,11 @@ def _weights(places: Sequence[_Place], first: _Step) -> ProgramFinding | None:
     steps = [one.step for one in places]
     where = str(first.event["site"])
     if -1 in steps:
-        what = f"rank {steps.index(-1)} goes on with weights that no step of the undisturbed run had"
+        what = f"rank {steps.index(-1)} continues with weights that the undisturbed run had at no step"
         names: Sequence[str] = ()
     elif len(set(steps)) > 1:
         text = ", ".join(f"step {step} on rank {rank}" for rank, step in enumerate(steps))
-        what, names = f"ranks go on with weights of different steps: {text}", ()
+        what, names = f"ranks continue with weights of different steps: {text}", ()
     else:
         apart = next((one.apart for one in places if one.apart), {})
         if not apart:
@@ -209,7 +209,7 @@ def _weights(places: Sequence[_Place], first: _Step) -> ProgramFinding | None:
     return ProgramFinding(
         kind="resumed_weights", is_fault=True, where=where, what=f"resume: {what}", step=max(0, steps[0]),
         parameter=names[0] if names else "", parameters=len(names),
-        one_process="undisturbed, it goes on with the weights of the step before",
+        one_process="undisturbed, it continues with the weights of the step before",
     )  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def _data(rank: int, pairs: Sequence[tuple[_Step, _Step]], whole: Sequence[_Step
         if drawn is None:
             known = {one for step in whole for one in step.inputs}
             repeats = any(one in known for one in after.inputs)
-            does = "gets some batches of other steps" if repeats else "gets other batches"
+            does = "gets some batches of other steps" if repeats else "gets different batches"
         elif drawn < number:
             does = f"gets the batch of step {drawn + 1} again"
         else:
@@ -239,7 +239,7 @@ def _data(rank: int, pairs: Sequence[tuple[_Step, _Step]], whole: Sequence[_Step
             does = f"gets the batch of step {drawn + 1}, so {skipped} skipped"
         return _finding(
             "resumed_data", f"in step {number + 1} rank {rank} {does}", after.data_site or after.forward_site, own,
-            f"step {number + 1} has a batch of its own",
+            f"step {number + 1} has its own batch",
         )  # fmt: skip
     return None
 
@@ -250,8 +250,8 @@ def _randoms(rank: int, pairs: Sequence[tuple[_Step, _Step]], whole: Sequence[_S
         if any(one != other for one, other in both):
             return _finding(
                 "resumed_random",
-                f"in step {whole.index(own) + 1} the forward pass on rank {rank} draws other random numbers",
-                after.forward_site, own, "dropout draws on from the state before the stop",
+                f"in step {whole.index(own) + 1} the forward pass on rank {rank} draws different random numbers",
+                after.forward_site, own, "dropout continues from the state before the stop",
             )  # fmt: skip
     return None
 
@@ -291,7 +291,7 @@ def _optimizer(rank: int, pairs: Sequence[tuple[_Step, _Step]], whole: Sequence[
                     continue
                 if key not in restored or not any(restored[key]):
                     lost = ", ".join(each for each in facts if not any(restored.get(each, ())))
-                    what = f"the optimizer goes on without its state ({lost}) for {name} on rank {rank}"
+                    what = f"the optimizer continues without its state ({lost}) for {name} on rank {rank}"
                 elif any(
                     abs(a - b) > _SAME_STATE * abs(values[0]) for a, b in zip(values, restored[key], strict=False)
                 ):

@@ -23,7 +23,7 @@ _ELEMENTWISE: Mapping[str, _MakeOptimizer] = {
 _KINDS = ("foreach", "fused", "capturable", "differentiable")
 """Options of an optimizer that change how an update is computed, but not its result."""
 _UPDATE_TOLERANCE, _ROUNDING = 2e-3, 3e-7
-"""Shares of an update, and of the weights that it changes, that are float32's rounding."""
+"""Relative differences that count as float32's rounding: of an update, and of the weights that it changes."""
 _ROUNDING_16 = 8e-3
 _APART = 1e-6
 _LET_DRIFT = ("never_summed", "missing_sum", "unexplained", "lost_micro_batches", "uneven_ranks", "clipping_before_sum",
@@ -33,7 +33,7 @@ _LET_DRIFT = ("never_summed", "missing_sum", "unexplained", "lost_micro_batches"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateVerdict:
-    """Findings about updates, and what was not recomputed."""
+    """Findings about updates, and notes on those that were not recomputed."""
 
     findings: Sequence[ProgramFinding]
     notes: Sequence[str]
@@ -64,7 +64,7 @@ def judge_updates(steps: Sequence[CheckedStep]) -> UpdateVerdict:
 
 
 def _short(kind: str) -> str:
-    """ "AdamW" for torch's own, "train.AdamW" for one of the program's."""
+    """ "AdamW" for torch's own, "train.AdamW" for one that the program defines."""
     return kind.rpartition(".")[2] if kind.startswith("torch.") else kind.replace("__main__", "the program's own")
 
 
@@ -155,7 +155,7 @@ def step_count_findings(steps: Sequence[CheckedStep], events: Sequence[Sequence[
 
 
 def weight_findings(steps: Sequence[CheckedStep], others: Sequence[ProgramFinding]) -> list[ProgramFinding]:
-    """Weights that differ between ranks: from the beginning, or later although all got the same gradients."""
+    """Weights that differ between ranks: from the beginning, or later although all ranks got the same gradients."""
     explained = any(one.kind in _LET_DRIFT for one in others)
     for step in steps:
         apart = [index for index in range(len(step.parameters)) if _is_apart(step, index)]

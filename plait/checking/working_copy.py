@@ -1,5 +1,4 @@
-"""A copy of the working folder, in which a program saves and loads as it always does, and changes no file of the
-person's."""
+"""A copy of the working folder, in which a program saves and loads as usual without changing the user's files."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from plait.errors import PlaitError
 _LEFT_OUT = {".git", ".hg", ".svn", ".venv", "venv", "__pycache__", "node_modules", ".mypy_cache", ".pytest_cache",
              ".ruff_cache", "wandb", "mlruns"}  # fmt: skip
 _CHECKPOINTS = {".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".tar", ".npz", ".pkl"}
-"""Endings of files that a program may write over, in libraries that write past Python's open."""
+"""Suffixes of files that are always copied: libraries may overwrite them without Python's open."""
 _LINKED_FROM = 64 << 20
-"""Larger files, such as data sets, are linked."""
+"""Larger files, such as data sets, become links."""
 _BYTES_AT_MOST, _FILES_AT_MOST = 4 << 30, 100_000
 
 
@@ -34,8 +33,8 @@ def copy_working_folder(folder: Path, target: Path, *, without: Sequence[Path] =
         ]
         if writable := next((one for one in linked if os.access(Path(place) / one, os.W_OK)), None):
             raise PlaitError(
-                f"{Path(place) / writable} is a link to a folder, where the program could write into your own files",
-                "start plait check --resume from a folder that has none; the program can read its data by a whole path",
+                f"{Path(place) / writable} is a link to a folder, through which the program could change your files",
+                "run plait check --resume in a folder without such links; an absolute path to the data still works",
             )
         for name in [*files, *linked]:
             source, copy = Path(place) / name, here / name
@@ -51,14 +50,14 @@ def copy_working_folder(folder: Path, target: Path, *, without: Sequence[Path] =
             size, count = size + bytes_of, count + 1
             if size > _BYTES_AT_MOST or count > _FILES_AT_MOST:
                 raise PlaitError(
-                    f"{folder} is too large to be copied, and the program must not write into your own files",
-                    "start plait check --resume from a folder with the program and a small data set",
+                    f"{folder} is too large to copy, and the program must not change your own files",
+                    "run plait check --resume in a folder with the program and a small data set",
                 )
             shutil.copy2(source, copy)
 
 
 def files_in(folder: Path) -> Mapping[str, tuple[int, int]]:
-    """All files below a folder, by their path in it: size, and when they were last written."""
+    """Size and modification time of every file below a folder, by relative path."""
     found = {}
     for place, _, files in os.walk(folder):
         for name in files:

@@ -1,5 +1,5 @@
-"""A checkpoint put together from copies of ranks' states, such as those in the memory of the hosts that are left after
-one was lost."""
+"""A checkpoint assembled from copies of ranks' states, such as those in the memory of the remaining hosts after one was
+lost."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ from plait.errors import PlaitError, RunFailed
 from plait.regular_file import reserve_space
 
 BESIDE = "beside:"
-"""Begins the names of parts in a copy that another rank writes to a checkpoint."""
+"""Prefix of parts in a copy that another rank writes to a checkpoint."""
 _BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsCopy:
-    """A copy of one rank's state: its parts, those beside its own included, and what reads its bytes."""
+    """A copy of one rank's state: its parts, including those of other ranks, and a function that reads its bytes."""
 
     position: int
-    """Samples that the run has taken by then."""
+    """Samples taken by the run so far."""
     parts: tuple[StoredPart, ...]
     read: Callable[[int, int], bytes]
-    """Bytes from an offset on, as many as asked for or a multiple of eight; raises PlaitError."""
+    """Reads bytes from an offset, as many as requested or a multiple of eight; raises PlaitError."""
 
 
 def parse_copy(rank: int, text: bytes, data_bytes: int, read: Callable[[int, int], bytes]) -> PartsCopy:
-    """A rank's copy by the text that describes it; raises ValueError where that is not what a rank writes."""
+    """A rank's copy, from the text that describes it; raises ValueError if a rank did not write it."""
     found, file = parse_object(text), part_files(rank)[0]
     position, parts = found.get("position"), parse_parts(found.get("parts"))
     if type(position) is not int or position < 0:
-        raise ValueError(f"the copy of rank {rank} names no position")
+        raise ValueError(f"the copy of rank {rank} has no position")
     if any(part.file != file or part.begin + part.nbytes > data_bytes for part in parts):
-        raise ValueError(f"the copy of rank {rank} is not what it says")
+        raise ValueError(f"the copy of rank {rank} is invalid")
     return PartsCopy(position=position, parts=parts, read=read)
 
 
 def whole_state(copies: Sequence[PartsCopy], needs: Iterable[str]) -> list[list[StoredPart]]:
-    """For each copy the parts that are taken from it, so that together they hold each tensor exactly once.
+    """For each copy, the parts to take from it, so that together they contain each tensor exactly once.
 
-    Raises RunFailed where they lack a part of one, or one that is needed.
+    Raises RunFailed if they lack a part of a tensor, or a tensor that is needed.
     """
     offered = sorted(
         (
@@ -72,14 +72,14 @@ def whole_state(copies: Sequence[PartsCopy], needs: Iterable[str]) -> list[list[
     taken: list[list[StoredPart]] = [[] for _ in copies]
     for tensor, group in groupby(offered, key=lambda pair: pair[0].tensor):
         chosen: list[StoredPart] = []
-        for part, at in group:  # the largest first: what a rank holds whole stands for the shares of several
+        for part, at in group:  # the largest first: a rank's whole tensor replaces the shards of several
             if not any(_overlap(part, other) for other in chosen):
                 chosen.append(part)
                 taken[at].append(part)
         try:
             check_cover(sort_parts(chosen))
         except ValueError as error:
-            raise RunFailed(f"the copies in memory do not hold all of {tensor} ({error})") from None
+            raise RunFailed(f"the copies in memory do not contain all of {tensor} ({error})") from None
     known = {part.tensor for parts in taken for part in parts}
     if missing := sorted(set(needs) - known):
         raise RunFailed(f"the copies in memory lack {missing[0]}")
@@ -95,14 +95,17 @@ def publish_copies(
     model: dict[str, object],
     needs: Sequence[str],
 ) -> Manifest:
-    """Write a checkpoint of `step` from copies of its state, wherever they lie; one process calls it, while no rank
-    runs. Blocks until the disk has it. Raises RunFailed, with earlier checkpoints untouched, where the copies do not
-    hold the whole state or cannot be read, and NoRoom where the disk is full."""
+    """Write a checkpoint of `step` from copies of its state, wherever they are. One process calls this while no rank
+    runs; blocks until the data are on disk. Raises RunFailed, with earlier checkpoints untouched, if the copies do not
+    contain the whole state or cannot be read, and NoRoom if the disk is full."""
     if len({one.position for one in copies}) != 1:
         raise RunFailed("the copies in memory are of different positions in the data")
     chosen = [(one, parts) for one, parts in zip(copies, whole_state(copies, needs), strict=True) if parts]
     with clean_stop(staging):
-        for made in (staging.parent, staging):  # not what is above: a run's folder that was moved is not made again
+        for made in (
+            staging.parent,
+            staging,
+        ):  # not the folders above: a run's folder that was moved must not be created again
             made.mkdir(exist_ok=True)
         try:
             for number, (one, parts) in enumerate(chosen):
@@ -116,7 +119,7 @@ def publish_copies(
 
 
 def _write_file(staging: Path, number: int, copy: PartsCopy, parts: Sequence[StoredPart]) -> None:
-    """The file of one copy and its list, under a rank's names."""
+    """Write the file of one copy and its list of parts, under a rank's names."""
     file, list_name = part_files(number)
     begins = {(part.tensor, part.offset, part.extent): part.begin for part in parts}
     header, placed = safetensors_header(replace(part, file=file, key=_key(part)) for part in parts)
@@ -145,14 +148,14 @@ def _write_file(staging: Path, number: int, copy: PartsCopy, parts: Sequence[Sto
 
 
 def _key(part: StoredPart) -> str:
-    """As ranks name their parts within a file."""
+    """The name that ranks give this part within a file."""
     place = ",".join(f"{at}:{at + size}" for at, size in zip(part.offset, part.extent, strict=True))
     return part.tensor if part.extent == part.shape else f"{part.tensor}[{place}]"
 
 
 def _is_finite(dtype: str, block: bytes) -> bool:
     """Whether all numbers of a block are finite; integers always are."""
-    if dtype == "BF16":  # numpy has none: no exponent may have all its bits
+    if dtype == "BF16":  # numpy has no bfloat16: a number is finite unless all its exponent bits are set
         return not bool(((np.frombuffer(block, np.uint16) & 0x7F80) == 0x7F80).any())
     floats = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
     return dtype not in floats or bool(np.isfinite(np.frombuffer(block, floats[dtype])).all())

@@ -17,7 +17,7 @@ from plait.regular_file import open_regular_file
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashShare:
-    """Which bytes of each file are hashed: part `index` of `count` about equal ones."""
+    """The bytes of each file that are hashed: part `index` of `count` roughly equal ones."""
 
     index: int = 0
     count: int = 1

@@ -1,4 +1,5 @@
-"""Which start of a run may write its checkpoints: the newest, whatever an older one that was cut off still does."""
+"""Decides which start of a run may write its checkpoints: the newest, regardless of what an older, cut-off one still
+does."""
 
 from __future__ import annotations
 

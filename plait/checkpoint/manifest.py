@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as a value: rectangular parts of named global tensors, listed in manifest.json."""
+"""A checkpoint's contents as a value: rectangular parts of named global tensors, listed in manifest.json."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from plait.regular_file import open_regular_file
 
 _NO_SUCH_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)
 _STILL_OPEN = ".nfs"
-"""What NFS calls a file that was deleted while somebody had it open; it goes by itself."""
+"""NFS's name for a file that was deleted while a process had it open; it disappears by itself."""
 
 
 def names_now(folder: Path) -> set[str]:

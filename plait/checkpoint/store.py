@@ -43,7 +43,7 @@ def staging_for(folder: Path, step: int, generation: int = 0) -> Path:
 
 
 def checkpoint_for(folder: Path, step: int) -> Path:
-    """Where the published checkpoint of `step` lies."""
+    """The path of the published checkpoint of `step`."""
     return folder / f"step-{step}"
 
 
@@ -179,7 +179,7 @@ def _swap_in(staging: Path, final: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a checkpoint's folder holds, without a look at its files; raises PlaitError where that cannot be read."""
+    """The manifest of a checkpoint's folder, without checking its files; raises PlaitError if it cannot be read."""
     path = folder / MANIFEST
     if not path.is_file():
         raise PlaitError(f"{path} is missing", "name a folder such as runs/NAME/checkpoints/step-100, or move it away")

@@ -79,7 +79,7 @@ def _cluster(request: SubmitRequest, options: Mapping[str, str]) -> Cluster:
 
 
 def _products_of(job: ClusterJob) -> tuple[str, ...]:
-    """The names that the labels of machines with the job's GPUs have."""
+    """The product names that machines with the job's GPUs have as labels."""
     if not job.uses_gpus:
         return ()
     said = tool_answer(["kubectl", "get", "nodes", "--output", "json"], about="the nodes of Kubernetes", within_s=30)
@@ -125,15 +125,15 @@ def _node_kind(item: Mapping[str, Any]) -> NodeKind:
 USER_ID = 10001
 """User of the image built from install/Containerfile, and of every pod."""
 WORK_FOLDER = "/work"
-"""Mount of the volume with text, runs and prepared data; also the working folder of the command."""
+"""Where the volume with text, runs and prepared data is mounted; also the working folder of the command."""
 INPUT_FOLDER = "/etc/plait"
 GPU_RESOURCE = "nvidia.com/gpu"
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
 """NVIDIA's feature discovery labels machines with it."""
 RESTARTS_AT_MOST = 20
-"""Of each pod."""
+"""For each pod."""
 KEPT_AFTER_END_S = 7 * 86_400
-"""Time for which a job's object stays after its end, for plait status and logs."""
+"""How long a job's object is kept after its end, for plait status and logs."""
 _RESOLVERS: Sequence[Mapping[str, Any]] = (
     {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}},
@@ -162,15 +162,15 @@ class KubernetesObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """What a job's manifests hold beside what the job says: names of GPUs as the machines' labels have them, and a
-    person's own values by kind of object, "Pod" for the pods' template."""
+    """Additions to a job's manifests: names of GPUs as in the machines' labels, and the user's own values by kind of
+    object, with "Pod" for the pods' template."""
 
     products: tuple[str, ...] = ()
     patch: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_patch(text: str, file: str) -> Mapping[str, Any]:
-    """The YAML of `--with patch=`; raises PlaitError where it is not a mapping of kinds to mappings."""
+    """The YAML of `--with patch=`; raises PlaitError if it is not a mapping of kinds to mappings."""
     try:
         if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
             raise PlaitError(f"{file} has an alias (*name), which may stand for any number of values; write them out")
@@ -184,8 +184,8 @@ def parse_patch(text: str, file: str) -> Mapping[str, Any]:
 
 
 def merged(value: Any, patch: Any) -> Any:
-    """A value with a patch: mappings key by key, lists of named things by their names, other lists one after the other;
-    null takes a key away."""
+    """A value merged with a patch: mappings key by key, lists of named things by name, other lists concatenated; null
+    removes a key."""
     if isinstance(value, Mapping) and isinstance(patch, Mapping):
         both = {**value, **{key: merged(value.get(key), one) for key, one in patch.items()}}
         return {key: one for key, one in both.items() if one is not None}
@@ -208,8 +208,8 @@ def manifests(
     files: Mapping[str, str],
     extras: Extras = Extras(),
 ) -> list[KubernetesObject]:
-    """All objects of a job in the order in which they are made; the last one starts it. `files` are the recipe or the
-    program by name. Raises PlaitError for a patch of an object that the job does not have."""
+    """All objects of a job in the order of creation; the last one starts it. `files` are the recipe or the program by
+    name. Raises PlaitError for a patch of an object that the job does not have."""
     objects = _objects_of_job(job, options, kind, files, extras)
     known = [one.value["kind"] for one in objects]
     if odd := next((name for name in extras.patch if name not in (*known, "Pod")), None):
@@ -306,7 +306,7 @@ def manifests_text(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as blocks, and no anchors for values that occur twice."""
+    """Writes multi-line texts as blocks, and no anchors for repeated values."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -329,12 +329,12 @@ def _if(key: str, value: str | None) -> dict[str, str]:
 
 
 def _labels(job: ClusterJob) -> dict[str, str]:
-    """Labels that select this run's pods alone."""
+    """Labels that select only this run's pods."""
     return {"app.kubernetes.io/name": "plait", "app.kubernetes.io/instance": job.name}
 
 
 def _config_map_key(name: str) -> str:
-    """A file's name as a ConfigMap takes it: letters, digits, "-", "_" and "." alone."""
+    """A file's name as a ConfigMap's key: only letters, digits, "-", "_" and "."."""
     return re.sub(r"[^-._a-zA-Z0-9]", "-", name)
 
 
@@ -343,8 +343,8 @@ def _claim_name(job: ClusterJob, options: Mapping[str, str]) -> str:
 
 
 def _job_set(job: ClusterJob, inner: Mapping[str, Any], labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """One set of pods, in which a lost one starts again alone; all of them once one has failed too often, but not after
-    an exit code that a restart would repeat. Needs JobSet 0.7."""
+    """One set of pods, in which a lost pod is restarted by itself; all of them once one has failed too often, but not
+    after an exit code that a restart would repeat. Needs JobSet 0.7."""
 
     def rule(name: str, reason: str) -> dict[str, Any]:
         return {"name": name, "action": "FailJobSet", "onJobFailureReasons": [reason]}
@@ -361,8 +361,8 @@ def _job_set(job: ClusterJob, inner: Mapping[str, Any], labels: Mapping[str, str
 
 
 def _indexed_job(job: ClusterJob, pod: Mapping[str, Any]) -> dict[str, Any]:
-    """The spec of a Job with a pod for each node, numbered from 0 on. A pod that fails or is taken away starts again
-    alone, and joins the run, which goes on."""
+    """The spec of a Job with one pod per node, numbered from 0. A pod that fails or is evicted is restarted by itself,
+    and rejoins the run, which continues."""
     codes = {"containerName": _CONTAINER, "operator": "In", "values": list(NOT_AGAIN)}
     lost = [{"type": "DisruptionTarget", "status": "True"}]
     rules = [
@@ -680,8 +680,8 @@ def _reader_pod(record: Submitted) -> dict[str, Any]:
 # The states of pods as sentences: why one waits or ended, why there are none, and how to fix that.
 
 _WAITING = {
-    "ErrImagePull": "its image cannot be had: check the name, and that the cluster may pull it (imagePullSecrets)",
-    "ImagePullBackOff": "its image cannot be had: check the name, and that the cluster may pull it (imagePullSecrets)",
+    "ErrImagePull": "its image cannot be pulled: check the name and the cluster's rights (imagePullSecrets)",
+    "ImagePullBackOff": "its image cannot be pulled: check the name and the cluster's rights (imagePullSecrets)",
     "InvalidImageName": "that is not the name of an image: correct --with image=",
     "CreateContainerConfigError": "something that it names is missing, most likely the secret: submit again",
     "CreateContainerError": "its container cannot be made: see kubectl describe pod",
@@ -693,8 +693,8 @@ _ENDED = {
 }
 _CODES = {
     2: "its input is wrong: plait logs says what",
-    75: "all is saved, and it goes on",
-    93: "it came no further than before: plait logs says why",
+    75: "everything is saved, and it continues",
+    93: "it made no progress: plait logs says why",
     143: "it received SIGTERM and saved",
     137: "it was killed, most likely for its memory: submit again with more, --with memory=",
 }
@@ -761,11 +761,11 @@ def _sentence(item: Mapping[str, Any]) -> str:
     status = item.get("status", {})
     phase = str(status.get("phase", "Unknown"))
     if status.get("reason") == "Evicted":
-        return f"was evicted ({_one_line(status.get('message', ''))}); it starts again by itself and goes on"
+        return f"was evicted ({_one_line(status.get('message', ''))}); it restarts by itself and continues"
     disruption = next((one for one in _conditions(status) if one.get("type") == "DisruptionTarget"), None)
     if disruption is not None and phase == "Failed":
         why = _one_line(disruption.get("message", "")) or str(disruption.get("reason", ""))
-        return f"was taken away ({why}); it starts again by itself and goes on"
+        return f"was taken away ({why}); it restarts by itself and continues"
     return next(_container_sentences(status), None) or _phase_sentence(phase, status)
 
 

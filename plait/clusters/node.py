@@ -41,46 +41,47 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 JOIN_AT_LATEST_S = 3600.0
 EARLIER_START_ENDS_S = 600.0
-"""A host that is alone finds the others lost within seconds; a network disk lets a lost host's locks go in minutes."""
+"""A host that is alone notices the loss of the others within seconds; a network disk releases a lost host's locks
+within minutes."""
 LISTENS_AT_LATEST_S = 900.0
 """Time after its secret appears in which node 0 listens: at once, or when an earlier start has ended. A node 0 that was
 killed leaves its secret."""
 NAME_AT_LATEST_S = 180.0
-"""DNS knows the name of a pod only some time after the pod has started."""
+"""DNS learns the name of a pod only some time after the pod has started."""
 WATCHING_RANKS = 4
 """Nodes 1 to this one ask Slurm; not all of a large job."""
 FOUND_LOST_WITHIN_S = 1800.0
-"""Slurm gives a node up that has not answered for SlurmdTimeout, 300 s unless the site says otherwise."""
+"""Slurm gives up a node that has not answered for SlurmdTimeout, 300 s unless the site changed it."""
 _LOOK_EVERY_S = 0.5
 _SAY_AFTER_S = 10.0
 _ASK_SLURM_EVERY_S = 5.0
 _CONNECT_EVERY_S = 0.1
-"""Once node 0 has begun it listens within a second or two; an attempt that comes too early costs it nothing."""
+"""Once node 0 has begun, it listens within a second or two; an early attempt costs it nothing."""
 FRUITLESS_STARTS = 3
-"""Starts of one Slurm job in a row that saved no new step, after which it is not queued again."""
+"""After this many consecutive starts of one Slurm job that saved no new step, it is not requeued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Starts:
-    """State that is kept between the starts of one Slurm job."""
+    """State kept between the starts of one Slurm job."""
 
     step: int = 0
     """The newest saved step."""
     fruitless: int = 0
-    """Starts in a row that saved no new step."""
+    """Consecutive starts that saved no new step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodePlace:
-    """Which node of a job this process is on, and where node 0 is."""
+    """The position of this process in a job, and the address of node 0."""
 
     nodes: int
     rank: int | None = None
     leader: str | None = None
     port: int = USUAL_PORT
     secret_file: Path | None = None
-    """A file with the secret. Where there is none, node 0 makes it in a folder that all nodes see, and removes it at
-    its end. None: PLAIT_SECRET holds the secret."""
+    """A file with the secret. If it does not exist, node 0 creates it in a folder that all nodes see, and removes it at
+    its end. None: the secret is in PLAIT_SECRET."""
 
     def __post_init__(self) -> None:
         if self.nodes > 1 and (self.rank is None or not self.leader):
@@ -97,11 +98,11 @@ class NodePlace:
 
 
 def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> StoppedBy:
-    """Do this node's part of a job to its end: lead where its number is 0, else join; returns what ended it.
+    """Do this node's part of a job to its end: lead if its number is 0, else join; returns what ended it.
 
-    Raises PlaitError for wrong input, RunFailed where the run failed or node 0 never came.
+    Raises PlaitError for wrong input, RunFailed if the run failed or node 0 never came.
     """
-    _heed_warning()
+    _save_on_warning()
     require_promised_gpus(os.environ)
     if place.nodes == 1:
         return _run(target, ONE_HOST, screen)
@@ -122,8 +123,8 @@ def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> Sto
 
 
 def queued_again(error: CannotGoOn, screen: Screen, environment: Mapping[str, str]) -> StoppedBy:
-    """Below Slurm the end of a run that needs all of its nodes and lost one: it is saved, and the job is queued again,
-    which Slurm itself does not do with --no-kill. Raises the error elsewhere."""
+    """Under Slurm, handle the end of a run that needs all of its nodes and lost one: it is saved, and the job is
+    requeued, which Slurm itself does not do with --no-kill. Raises the error elsewhere."""
     if not environment.get("SLURM_JOB_ID"):
         raise error
     screen.print(f"requeue  {error}")
@@ -131,10 +132,10 @@ def queued_again(error: CannotGoOn, screen: Screen, environment: Mapping[str, st
 
 
 def tell_scheduler(target: Sequence[str], place: NodePlace, code: int) -> None:
-    """Leave a file beside the secret's if node 0 has saved and is not finished: srun itself returns the highest exit
-    code of all nodes, and one of them may have been lost long ago.
+    """Leave a file next to the secret's if node 0 has saved but is not finished: srun returns the highest exit code of
+    all nodes, and one of them may have been lost long ago.
 
-    Raises GaveUp where the job's last starts have saved no new step: it is not queued again.
+    Raises GaveUp if the job's last starts have saved no new step: it is not requeued.
     """
     if code != REQUEUE_EXIT or place.rank not in (0, None):
         return
@@ -147,8 +148,8 @@ def tell_scheduler(target: Sequence[str], place: NodePlace, code: int) -> None:
 
 
 def count_fruitless_starts(job: str, step: int, working: WorkingFolder = CURRENT_FOLDER) -> None:
-    """Note at the end of a start of a Slurm job the newest saved step; raises GaveUp where FRUITLESS_STARTS starts in a
-    row have saved no new one."""
+    """Record the newest saved step at the end of a start of a Slurm job; raises GaveUp if FRUITLESS_STARTS consecutive
+    starts have saved no new one."""
     file = working.cache / f"slurm-{job}.json"
     try:
         before = typed_value(_Starts, parse_object(file.read_bytes()))
@@ -167,8 +168,8 @@ def count_fruitless_starts(job: str, step: int, working: WorkingFolder = CURRENT
 
 
 def require_promised_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> None:
-    """Raise PlaitError where a scheduler gave this node NVIDIA GPUs, and no worker could use them: the image's torch
-    has no CUDA, or the container does not see them."""
+    """Raise PlaitError if a scheduler gave this node NVIDIA GPUs that no worker can use: the image's torch has no CUDA,
+    or the container does not see them."""
     given = environment.get(GPUS_VARIABLE) or environment.get("SLURM_GPUS_ON_NODE") or ""
     if not given.isdecimal() or not int(given):
         return
@@ -189,15 +190,14 @@ def require_promised_gpus(environment: Mapping[str, str], dev: Path = Path("/dev
         )
 
 
-def _heed_warning() -> None:
+def _save_on_warning() -> None:
     """Treat SIGUSR1 as SIGTERM: the batch script ignores it, and the processes that it starts inherit that."""
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN:
         signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGTERM))
 
 
 def _run(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> StoppedBy:
-    """Run it; of a job that its scheduler started again an earlier start may not have ended yet, which is waited
-    for."""
+    """Run the job; if the scheduler restarted it, first wait for the end of an earlier start."""
     is_again = int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
     deadline, announced = time.monotonic() + EARLIER_START_ENDS_S, False
     while True:
@@ -221,13 +221,13 @@ def _run_once(target: Sequence[str], hosts: HostsRequest, screen: Screen) -> Sto
 
 @contextmanager
 def _secret_file_while_leading(file: Path | None, environment: Mapping[str, str]) -> Iterator[None]:
-    """The secret's file exists from the start, so that no node reads an older one, and is removed at the end, by which
-    late nodes know that the job is over. One that was there before belongs to its user, unless it is of a start of this
-    Slurm job that was killed."""
+    """Create the secret's file at the start, so that no node reads an older one, and remove it at the end, which tells
+    late nodes that the job is over. A file that existed before belongs to the user, unless it is from a killed start of
+    this Slurm job."""
     if file is None:
         if not environment.get(SECRET_VARIABLE):
             raise PlaitError(
-                f"the nodes have no secret by which they know each other; name a file that all of them see by "
+                f"the nodes have no secret to recognize each other; name a file that all of them see with "
                 f"--secret-file (node 0 makes it), or give all of them the same {SECRET_VARIABLE}, made by "
                 "tr -dc 0-9A-HJKMNP-TV-Z </dev/urandom | head -c 28"
             )
@@ -246,7 +246,7 @@ def _secret_file_while_leading(file: Path | None, environment: Mapping[str, str]
 
 
 def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, screen: Screen) -> StoppedBy:
-    """Join as soon as node 0 listens; "finished" where the run is over already."""
+    """Join as soon as node 0 listens; "finished" if the run is over already."""
     began, announced = time.monotonic(), False
     deadline, looks_next = began + JOIN_AT_LATEST_S, began + _ASK_SLURM_EVERY_S
     kept = read_secret(None) if place.secret_file is None else None
@@ -282,7 +282,7 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
 
 
 def _is_over(target: Sequence[str]) -> bool:
-    """Whether the run, whose folder this node sees, did all its steps, and is not asked for more."""
+    """Whether the run, whose folder this node sees, has done all its steps, and no more are requested."""
     if is_program(target):
         return False
     config = load_recipe(Path(target[0]), target[1:])
@@ -356,8 +356,8 @@ def _address_with_a_way_out(name: str) -> str:
             asking.connect((elsewhere, 9))
             return str(asking.getsockname()[0])
     raise PlaitError(
-        f"{name} means a loopback address here, and this host has {' and '.join(outside) or 'no other'}; have the name "
-        "mean the address by which the other nodes reach it (/etc/hosts, NodeAddr in slurm.conf)"
+        f"{name} is a loopback address here, and this host has {' and '.join(outside) or 'no other'}; let the name "
+        "resolve to the address at which the other nodes reach it (/etc/hosts, NodeAddr in slurm.conf)"
     )
 
 

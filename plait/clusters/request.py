@@ -24,7 +24,7 @@ _CLOCK = re.compile(r"(?:(\d{1,4})-)?(\d{1,4})(?::([0-5]\d))?(?::([0-5]\d))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmitRequest:
-    """A submission as a person typed it; None or empty where plait chooses."""
+    """A submission as the user typed it; None or empty for what plait chooses."""
 
     target: tuple[str, ...]
     scheduler: Scheduler
@@ -35,7 +35,7 @@ class SubmitRequest:
     time: str | None = None
     kind: JobKind | None = None
     options: tuple[str, ...] = ()
-    """`KEY=VALUE` each."""
+    """Each is `KEY=VALUE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Option:
 
     about: str
     form: str = WORD
-    """A regular expression of its values."""
+    """A regular expression for its values."""
     example: str = ""
     """A valid value, for the error."""
 
@@ -89,14 +89,14 @@ def parse_options(texts: Sequence[str], known: Mapping[str, Option], scheduler: 
         if not re.fullmatch(option.form, value, re.ASCII | re.DOTALL):
             said = f"--with {key}={value!r}"
             if option.example:
-                raise PlaitError(f"{said} is not as {scheduler} writes it; write for example {option.example}")
+                raise PlaitError(f"{said} is not in the form that {scheduler} uses; write for example {option.example}")
             raise PlaitError(f"{said} has unusable characters; use letters, digits and -_./:")
         found[key] = value
     return found
 
 
 def read_own_text(file: Path, key: str) -> str:
-    """The text of a file that `--with KEY=FILE` names; raises PlaitError where it cannot be read."""
+    """The text of the file in `--with KEY=FILE`; raises PlaitError if it cannot be read."""
     try:
         return read_regular_file(file, _OWN_TEXT_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""How many nodes pay: time, cost and efficiency of one job at 1, 2, 4, … nodes, by the planner's forecast."""
+"""How many nodes are worthwhile: time, cost and efficiency of one job at 1, 2, 4, … nodes, as the planner forecasts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAYS = 0.75
 """Twice the nodes pay while the added ones reach this share of their own speed: a run then takes at most 2/3 of the
 time."""
 _SHOWN_AFTER = 2
-"""Number of doublings that no longer pay and are still shown."""
+"""Number of doublings shown after the last one that pays off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class NodesForecast:
     step_s: float
     run_s: float
     price: float | None
-    """US dollars of the whole run; None where a device has no public price."""
+    """US dollars for the whole run; None if a device has no public price."""
 
     @property
     def device_hours(self) -> float:
@@ -55,21 +55,21 @@ class Scaling:
     """The forecasts for one job, fewest nodes first."""
 
     plan: Plan
-    """The job's, for the fewest nodes that hold it."""
+    """The job's plan for the fewest nodes that can hold it."""
     rows: tuple[NodesForecast, ...]
     existing: int
-    """Number of nodes that exist; rows with more are on paper."""
+    """Number of nodes that exist; rows with more are hypothetical."""
 
     @property
     def pays(self) -> int:
-        """How many of the nodes that exist pay."""
+        """Number of existing nodes that pay off."""
         there = [row for row in self.rows if row.nodes <= self.existing] or self.rows[:1]
         pairs = takewhile(lambda pair: _pays(*pair), pairwise(there))
         return max((after.nodes for _, after in pairs), default=there[0].nodes)
 
     @property
     def best(self) -> NodesForecast:
-        """The row of as many nodes as pay."""
+        """The row with the nodes that pay off."""
         return self.row(self.pays)
 
     def row(self, nodes: int) -> NodesForecast:
@@ -178,7 +178,7 @@ def scaling_text(scaling: Scaling, chosen: int, hardware: str) -> str:
 
 
 def pays_sentences(scaling: Scaling, chosen: int) -> list[str]:
-    """Where more nodes stop paying, and what the number that was chosen comes to."""
+    """Where more nodes stop paying off, and the effect of the chosen number."""
     best = scaling.best
     sentences = [f"{counted(best.nodes, 'node')}: {_why_this_many(scaling)}"]
     if chosen != best.nodes:

@@ -1,6 +1,6 @@
-"""Slurm: the machines by sinfo, the script for sbatch, and a job's state, output and end.
+"""Slurm: the machines according to sinfo, the script for sbatch, and a job's state, output and end.
 
-The script starts one agent a node (`plait node`), and queues the job again where all is saved and more is to do.
+The script starts one agent per node (`plait node`), and requeues the job if the run is saved but not finished.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _option_name(option: str) -> str:
 
 
 def sbatch_script(job: ClusterJob, options: Mapping[str, str], own: OwnLines = OwnLines()) -> str:
-    """The script for sbatch; it holds no secret, and is the same each time."""
+    """The script for sbatch; it contains no secret, and is the same each time."""
     lines = ["#!/bin/bash", "# Made by plait submit. sbatch takes it as it is, in the folder to work in."]
     lines += [f"# {sentence}" for sentence in job.why]
     lines += [f"#SBATCH {option}" for option in _job_options(job, options, own)]
@@ -273,7 +273,7 @@ def _node_options(group: NodeGroup, options: Mapping[str, str]) -> list[str]:
 
 
 def _meeting_lines(job: ClusterJob) -> list[str]:
-    """Shell lines that tell the agents where node 0 is; a single node needs none."""
+    """Shell lines that tell the agents where node 0 is; not needed for a single node."""
     lines = ["trap '' USR1  # the warning is for the agents: until they listen, it must not end them"]
     if job.nodes == 1:
         return lines
@@ -329,11 +329,11 @@ class _Shell(str):
 
 
 def _survives_lost_nodes(job: ClusterJob, options: Mapping[str, str]) -> bool:
-    """Whether Slurm leaves the job alone when a node of it is lost.
+    """Whether Slurm leaves the job alone when it loses a node.
 
-    Slurm then also leaves it alone when node 0, which runs the script, is lost; so another node's agent has to queue it
-    again (requeue_if_leader_lost in node.py). It needs scontrol, which containers lack, and one list of nodes, which a
-    heterogeneous job has not.
+    Slurm then also leaves it alone when node 0 is lost, which runs the script, so another node's agent has to requeue
+    it (requeue_if_leader_lost in node.py). That needs scontrol, which containers lack, and a single list of nodes,
+    which a heterogeneous job lacks.
     """
     return job.nodes > 1 and len(job.groups) == 1 and "image" not in options
 
@@ -363,20 +363,20 @@ _ENDED = (
 _REASONS = {
     "Resources": "waits for nodes that are free",
     "Priority": "others are before it",
-    "PartitionTimeLimit": "it waits for ever: the partition allows less time, so submit it with less --time",
-    "PartitionNodeLimit": "it waits for ever: the partition has fewer nodes, so submit it with fewer --nodes",
-    "PartitionConfig": "it waits for ever: the partition allows less time, or has fewer nodes; submit it with less",
-    "BadConstraints": "no node is as asked: sinfo shows what there is",
+    "PartitionTimeLimit": "it waits forever: the partition allows less time, so submit it with less --time",
+    "PartitionNodeLimit": "it waits forever: the partition has fewer nodes, so submit it with fewer --nodes",
+    "PartitionConfig": "it waits forever: the partition allows less time, or has fewer nodes; submit it with less",
+    "BadConstraints": "no node meets the constraints: sinfo shows what there is",
     "ReqNodeNotAvail": "a node that it needs is down or reserved",
-    "QOSMaxJobsPerUserLimit": "you have as many jobs running as you may",
+    "QOSMaxJobsPerUserLimit": "you already run as many jobs as you may",
     "AssocGrpGRES": "your account has no more GPUs free",
     "BeginTime": "was queued again, and starts in a moment",
-    "JobHeldUser": "it waits for ever: it is held, scontrol release lets it go",
-    "JobHeldAdmin": "it waits for ever: an administrator holds it, ask there",
-    "launch failed requeued held": "it waits for ever: it could not be started, and is held; scontrol release "
+    "JobHeldUser": "it waits forever: it is held, scontrol release lets it go",
+    "JobHeldAdmin": "it waits forever: an administrator holds it, ask there",
+    "launch failed requeued held": "it waits forever: it could not be started, and is held; scontrol release "
     "tries again",
-    "InvalidAccount": "it waits for ever: sacctmgr show associations lists the accounts that you may use",
-    "InvalidQOS": "it waits for ever: sacctmgr show qos lists the qualities of service",
+    "InvalidAccount": "it waits forever: sacctmgr show associations lists the accounts that you may use",
+    "InvalidQOS": "it waits forever: sacctmgr show qos lists the qualities of service",
 }
 """The most common of Slurm's reasons for waiting, in words."""
 
@@ -408,7 +408,7 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
 
 
 def _state(record: Submitted) -> str:
-    """A job's state, and in brackets the reason why it waits; "gone" where Slurm forgot it."""
+    """A job's state, with the reason in brackets if it waits; "gone" if Slurm no longer knows it."""
     command = ["squeue", "--noheader", "--states", "all", "--job", record.job, "--format", "%T|%r"]
     try:
         said = tool_answer(command, about=f"the job {record.name}").strip()

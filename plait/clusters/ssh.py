@@ -70,21 +70,21 @@ _TELL_VERSION = f'import sys; print("{CHECK_MARK}", "%d.%d" % sys.version_info[:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SshPlace:
-    """Where plait works on the machines, and with which Python."""
+    """The folder and the Python that plait uses on the machines."""
 
     machines: tuple[str, ...]
     """Names that ssh takes; the first is node 0."""
     leader: str
     """The address at which the others reach node 0."""
     folder: str = USUAL_FOLDER
-    """Below the home folder, or absolute."""
+    """Relative to the home folder, or absolute."""
     python: str = ""
-    """Empty: that of an environment made from the wheel."""
+    """Empty: the Python of an environment made from the wheel."""
     environment: str = ""
     """Name of that environment: a hash of the wheel and of the versions it is installed with."""
     port: int = USUAL_PORT
     gpus: int | None = None
-    """Only the first `gpus` of each machine; None: all that it has."""
+    """Only the first `gpus` of each machine; None: all."""
 
     @property
     def environment_folder(self) -> str:
@@ -183,7 +183,7 @@ def ssh_script(job: ClusterJob, place: SshPlace, wheel: str, lock: str, inputs: 
 
 
 def _installation(place: SshPlace, wheel: str, lock: str) -> list[str]:
-    """The environment on each machine, for who has none yet."""
+    """Commands that create the environment on each machine that lacks it."""
     lines = ["", "# the environment, once: plait's wheel, and the versions that are installed here"]
     lines += ["lock=$(cat <<'END'", *lock.splitlines(), "END", ")"]
     for machine in map(shlex.quote, place.machines):
@@ -345,9 +345,7 @@ def parse_ssh_answer(machine: str, said: str) -> SshAnswer:
     """Parse the output of `check_command`."""
     lines = said[said.find(CHECK_MARK) :].splitlines() if CHECK_MARK in said else []
     if len(lines) < 3 or not lines[2].strip().isdecimal():
-        raise PlaitError(
-            f"{machine} answers something else than it was asked; see what its login prints: ssh {machine}"
-        )
+        raise PlaitError(f"{machine} gives an unexpected answer; see what its login prints: ssh {machine}")
     found = re.fullmatch(rf"{CHECK_MARK} (\d+)\.(\d+)", lines[0].strip())
     gpus = tuple(match[1] for line in lines[3:] if (match := re.match(r"GPU \d+: (.+?) \(UUID", line)))
     return SshAnswer(
@@ -398,7 +396,7 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
 
 
 def _shown(path: Path) -> str:
-    """A path as it reads from this folder."""
+    """A path relative to this folder, if it is below it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -453,7 +451,7 @@ def _send(
 
 
 def _end_of_following(record: Submitted, screen: Screen) -> None:
-    """Say what became of the run once nothing more is printed; agents that still wait for node 0 are ended."""
+    """Report how the run ended once nothing more is printed; agents that still wait for node 0 are ended."""
     leader = record.machines[0]
     try:
         state = _agent_state(record, 0)

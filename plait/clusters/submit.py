@@ -1,4 +1,4 @@
-"""`plait submit` and `plait.submit`: how many nodes pay, and the job for them, shown or sent."""
+"""`plait submit` and `plait.submit`: how many nodes pay off, and the job for them, shown or sent."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SubmittedJob:
             end_job(self.name)
 
     def fetch(self) -> Run:
-        """Bring its run into runs/ here; raises PlaitError where it has not begun to train."""
+        """Copy its run into runs/ here; raises PlaitError if it has not begun to train."""
         with as_command():
             fetch_job(self.name, screen_for("off"))
         return Run(self.name)
@@ -80,10 +80,11 @@ def submit(
     deed: Literal["send", "show"] = "send",
     progress: ProgressDisplay = "auto",
 ) -> SubmittedJob:
-    """Have a cluster run a recipe (`arguments` are its settings) or a program (its arguments), from the current folder.
+    """Run a recipe (`arguments` are its settings) or a program (its arguments) on a cluster, from the current folder.
 
-    `options`: time, gpus, machines, kind, and the keys of `--with`. "show" sends nothing: the job's `text` is what
-    would be used. By ssh it blocks to the run's end, else until the scheduler has the job. Raises PlaitError.
+    `options`: time, gpus, machines, kind, and the keys of `--with`. "show" submits nothing: the job's `text` is what
+    would be submitted. With ssh it blocks until the run ends, otherwise until the scheduler has the job. Raises
+    PlaitError.
     """
     if isinstance(arguments, str):
         raise PlaitError(f"arguments = {arguments!r:.80} is not usable; give a list of texts, one for each argument")
@@ -106,10 +107,10 @@ def submit_or_show(
     show: Callable[[str], object],
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> None:
-    """Say how many nodes pay, then send the job, or `show` its files or write them to `out`; raises PlaitError before
-    anything is sent.
+    """Say how many nodes pay off, then send the job, or `show` its files or write them to `out`; raises PlaitError
+    before anything is sent.
 
-    What is shown is for other programs; lines for a person go to the screen.
+    Only the files are shown, for other programs; lines for the user go to the screen.
     """
     outgoing = outgoing_job(request, screen, working)
     if deed == "send":
@@ -127,7 +128,7 @@ def submit_or_show(
 
 
 def outgoing_job(request: SubmitRequest, screen: Screen, working: WorkingFolder = CURRENT_FOLDER) -> Outgoing:
-    """The job as it would be sent, after its forecast was shown; raises PlaitError."""
+    """The job as it would be sent, after showing its forecast; raises PlaitError."""
     system = SYSTEMS[request.scheduler]
     options = parse_options(request.options, system.options, request.scheduler)
     _check_request(request, options)
@@ -223,7 +224,7 @@ def _grace_s(request: SubmitRequest, options: Mapping[str, str], limit: int | No
 
 
 def _near(scaling: Scaling, chosen: int, cluster: Cluster) -> str:
-    """Why all nodes must be close together; empty where they need not be."""
+    """Why all nodes must be close together; empty if they need not be."""
     layout = scaling.row(chosen).layout
     together, per_node = layout.tensor * layout.context, cluster.islands[0].per_node
     if together <= per_node:

@@ -1,4 +1,4 @@
-"""State, output, end and files of a submitted job, by its name, whatever its scheduler."""
+"""State, output, end and files of a submitted job, by name, for all schedulers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def job_state_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str | 
 
 
 def missing_run_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str | None:
-    """What there is to do about a submitted job whose run is not in this folder; None where it is."""
+    """What to do about a submitted job whose run is not in this folder; None if it is."""
     record, folder = record_if_any(name, working), run_folder(name, working)
     if record is None or folder.has_begun:
         return None
@@ -51,21 +51,21 @@ def job_log_lines(name: str, working: WorkingFolder = CURRENT_FOLDER) -> Iterato
 
 
 def end_job(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str:
-    """End a job, and say how it goes on."""
+    """End a job, and say how to continue it."""
     record = find_record(name, working)
     SYSTEMS[record.scheduler].end(record)
-    return f"stopped  {name}; the same plait submit goes on with it"
+    return f"stopped  {name}; the same plait submit continues it"
 
 
 def fetch_job(name: str, screen: Screen, working: WorkingFolder = CURRENT_FOLDER) -> None:
-    """Copy a job's run into runs/ here, unless it is here already, and print its receipt or where it stands."""
+    """Copy a job's run into runs/ here, unless it is here already, and print its receipt or progress."""
     record = find_record(name, working)
     folder, system = run_folder(name, working), SYSTEMS[record.scheduler]
     if system.copy is not None:
         mark = folder.path / FETCHED_MARK
         if folder.path.exists() and not mark.exists():
             raise PlaitError(
-                f"{folder.path} here is a run of its own, which would be overwritten; move it elsewhere first"
+                f"{folder.path} here is a different run, which would be overwritten; move it elsewhere first"
             )
         make_private_folder(folder.path)
         # Before the copy: one that broke off is known as a copy, too.

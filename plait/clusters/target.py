@@ -15,7 +15,7 @@ MODULE_OPTION = "-m"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetProgram:
-    """A person's own program, and its arguments."""
+    """The user's own program, and its arguments."""
 
     program: ProgramFile
     arguments: tuple[str, ...]
@@ -27,7 +27,7 @@ class TargetProgram:
 
 
 def is_program(target: Sequence[str]) -> bool:
-    """Whether the target is a person's own program, not a recipe."""
+    """Whether the target is the user's own program, not a recipe."""
     return target[0] == MODULE_OPTION or target[0].endswith(".py")
 
 

@@ -18,42 +18,45 @@ def check_program_command(
         list[str],
         typer.Argument(
             metavar="-- COMMAND... | FILE [KEY=VALUE...]",
-            help="How you start your program: torchrun, python or accelerate launch. Or a configuration of Axolotl, "
-            "TRL, transformers, torchtitan, Megatron, DeepSpeed or litgpt, and what it leaves unsaid: model=, "
-            "sequence=, samples= and others.",
+            help="The command that starts your program: torchrun, python or accelerate launch. Or a configuration of "
+            "Axolotl, TRL, transformers, torchtitan, Megatron, DeepSpeed or litgpt, followed by values that it lacks: "
+            "model=, sequence=, samples= and others.",
         ),
     ],
     context: typer.Context,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="NUMBER", help="Processes; as the launcher's own option says, else 2."),
+        typer.Option(metavar="NUMBER", help="Processes; default: the launcher's own option, else 2."),
     ] = None,
     steps: Annotated[int, typer.Option(metavar="NUMBER", help="Optimizer steps to compare.")] = 6,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Stop it midway, start it again, and compare with a run without a stop.")
+        bool,
+        typer.Option("--resume", help="Stop the program midway, start it again, compare with a run without a stop."),
     ] = False,
     resume_with: Annotated[
         str | None,
-        typer.Option("--resume-with", metavar="ARGUMENTS", help="--resume, with these appended to the second start."),
+        typer.Option("--resume-with", metavar="ARGUMENTS", help="Like --resume; append these to the second start."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     silent: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Give up when the program does nothing for so long.", min=1)
+        float, typer.Option(metavar="SECONDS", help="Give up when the program does nothing for this long.", min=1)
     ] = 60,
     limit: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Give up when the steps are not taken by then.", min=1)
+        float, typer.Option(metavar="SECONDS", help="Give up when the steps take longer than this.", min=1)
     ] = 600,
     cluster: Annotated[
         str | None,
-        typer.Option(metavar="MACHINES", help='For a FILE: 8xH100, "2x(8xA100)+400G", a cluster.json; else this one.'),
+        typer.Option(
+            metavar="MACHINES", help='For a FILE: 8xH100, "2x(8xA100)+400G", a cluster.json; default: this one.'
+        ),
     ] = None,
 ) -> None:
     """Prove your distributed program, or forecast a configuration file.
 
-    With --resume: that it goes on as if it had not been stopped.
+    With --resume, prove instead that it continues after a stop as if it had never stopped.
 
-    Exit code 0: proven, 1: it differs, 2: it cannot be judged, and why. Of a FILE 0: it fits, 1: it does not, or it is
-    too close to say.
+    Exit codes: 0 proven, 1 differs, 2 cannot be judged (with the reason). For a FILE: 0 fits, 1 does not fit or is too
+    close to say.
     """
     from plait.foreign_configs.reading import is_configuration
 
@@ -88,7 +91,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _answer_for_file(context: typer.Context, words: list[str], cluster: str | None, *, as_json: bool) -> NoReturn:
-    """Print the forecast of a configuration; options may stand behind the file, too."""
+    """Print the forecast of a configuration; options may also follow the file."""
     if any(word.startswith("--") for word in words[1:]):
         before = {name: value for name, value in context.params.items() if name != "command"}
         again = context.command.make_context(

@@ -1,4 +1,4 @@
-"""The commands that send a run to a cluster, look after it, and bring it back: parse, call, print."""
+"""The commands that submit a run to a cluster, follow it, and fetch it: parse, call, print."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.command_line.models import screen_on
 from plait.launch.local.output import OptionalOutput
 from plait.process_exit import exit_code_of
 
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="The name of a job that was submitted from this folder.")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="The name of a job submitted from this folder.")]
 _TARGET = typer.Argument(metavar="RECIPE|PROGRAM.py [KEY=VALUE|ARGUMENT]...", help="What to run.")
 
 
@@ -21,37 +21,31 @@ def submit_command(
     *,
     module: Annotated[
         bool,
-        typer.Option("--module", "-m", help="Submit a module by its name, as plait run -m: plait submit -m pkg.train."),
+        typer.Option("--module", "-m", help="Submit a module by name, like plait run -m: plait submit -m pkg.train."),
     ] = False,
-    on: Annotated[str, typer.Option("--on", metavar="slurm|ssh|kubernetes", help="Who starts it.")],
+    on: Annotated[str, typer.Option("--on", metavar="slurm|ssh|kubernetes", help="Where to submit it.")],
     cluster: Annotated[
         str | None,
-        typer.Option("--cluster", metavar="MACHINES", help='The machines: "4x(8xH100)+400G"; asked for if left out.'),
+        typer.Option("--cluster", metavar="MACHINES", help='The machines: "4x(8xH100)+400G"; default: ask.'),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Number of nodes; as many as pay, if left out.", min=1)
+        int | None, typer.Option(metavar="NUMBER", help="Number of nodes; default: as many as pay off.", min=1)
     ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="GPUs of each node; all of them if left out.", min=1)
-    ] = None,
-    machines: Annotated[
-        str | None, typer.Option(metavar="A,B,C", help="Names that ssh takes; the first leads.")
-    ] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="NUMBER", help="GPUs per node; default: all.", min=1)] = None,
+    machines: Annotated[str | None, typer.Option(metavar="A,B,C", help="Host names for ssh; the first leads.")] = None,
     time: Annotated[
-        str | None, typer.Option(metavar="TIME", help='Limit of time: "8 hours". What is not done by then goes on.')
+        str | None, typer.Option(metavar="TIME", help='Time limit: "8 hours". An unfinished run continues later.')
     ] = None,
     kind: Annotated[
-        str | None, typer.Option(metavar="jobset|trainjob|job", help="Kind of Kubernetes object; a JobSet if left out.")
+        str | None, typer.Option(metavar="jobset|trainjob|job", help="Kind of Kubernetes object; default: JobSet.")
     ] = None,
     options: Annotated[
         list[str] | None, typer.Option("--with", metavar="KEY=VALUE", help="account, partition, qos, image, queue, …")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the files that would be used.")] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FOLDER", help="Only write them into this folder.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Only write them to this folder.")] = None,
 ) -> None:
-    """Run on as many of a cluster's nodes as pay. Slurm, Kubernetes or ssh starts it."""
+    """Run on as many nodes of a cluster as pay off. Slurm, Kubernetes or ssh starts it."""
     from plait.clusters.request import SubmitRequest, parse_kind, parse_machines, parse_scheduler
     from plait.clusters.submit import submit_or_show
     from plait.clusters.target import MODULE_OPTION
@@ -69,7 +63,7 @@ def submit_command(
     )
     only_text = dry_run or out is not None
     output = OptionalOutput(sys.stdout)
-    # The files go to standard output alone, so that they can be handed to sbatch or kubectl as they are.
+    # Only the files go to standard output, so that they can be piped to sbatch or kubectl.
     screen = screen_on(sys.stderr if only_text and out is None else sys.stdout)
     submit_or_show(request, deed="show" if only_text else "send", out=out, screen=screen, show=output.write)
 
@@ -79,13 +73,11 @@ def node_command(
     nodes: Annotated[int, typer.Option(metavar="NUMBER", help="Number of nodes of the job.", min=1)],
     rank: Annotated[
         int | None,
-        typer.Option(
-            metavar="NUMBER", envvar=["PLAIT_NODE_RANK", "SLURM_PROCID"], help="Number of this node, from 0 on."
-        ),
+        typer.Option(metavar="NUMBER", envvar=["PLAIT_NODE_RANK", "SLURM_PROCID"], help="Number of this node, from 0."),
     ] = None,
     leader: Annotated[
         str | None,
-        typer.Option(metavar="HOST", envvar="PLAIT_LEADER", help="Name or address of node 0, as the others reach it."),
+        typer.Option(metavar="HOST", envvar="PLAIT_LEADER", help="Name or address at which the others reach node 0."),
     ] = None,
     port: Annotated[
         int,
@@ -101,7 +93,7 @@ def node_command(
         ),
     ] = None,
 ) -> None:
-    """Do one node's part of a job. For any scheduler that starts the same command on each node."""
+    """Run one node's part of a job. For any scheduler that starts the same command on each node."""
     from plait.clusters.node import NodePlace, tell_scheduler, work_on_node
 
     place = NodePlace(nodes=nodes, rank=rank, leader=leader, port=port, secret_file=secret_file)
@@ -111,7 +103,7 @@ def node_command(
 
 
 def logs_command(name: JobName) -> None:
-    """Print what a submitted job has printed so far on its first node."""
+    """Print the output so far of a submitted job's first node."""
     from plait.clusters.submitted import job_log_lines
 
     output = OptionalOutput(sys.stdout)
@@ -120,14 +112,14 @@ def logs_command(name: JobName) -> None:
 
 
 def stop_command(name: JobName) -> None:
-    """End a submitted job. What it learned is saved, and plait submit goes on with it."""
+    """End a submitted job. Its progress is saved, and plait submit continues it."""
     from plait.clusters.submitted import end_job
 
     OptionalOutput(sys.stdout).write(f"{end_job(name)}\n")
 
 
 def fetch_command(name: JobName) -> None:
-    """Bring a submitted job's run here, and show its receipt."""
+    """Copy a submitted job's run here, and show its receipt."""
     from plait.clusters.submitted import fetch_job
 
     fetch_job(name, screen_on(sys.stdout))

@@ -1,4 +1,5 @@
-"""What `--help` shows: commands in groups, and of each command its arguments and options in plain words, with examples.
+"""The text of `--help`: commands in groups, and for each command its arguments and options in plain words, with
+examples.
 
 Typer's own help names Python's types (`<list[str]>`, `<int range>`, `x>=1`). Its two command classes are made to be
 extended like this (`cls=`). Formatter and parameters are click's, which versions of typer keep in different places.
@@ -54,7 +55,7 @@ COMMAND_EXAMPLES: Mapping[str, tuple[str, str]] = {
     "stop": ("plait stop first", "plait stop first && plait fetch first"),
     "fetch": ("plait fetch first", "plait fetch first && plait sample first"),
 }
-"""Two lines to type for each command."""
+"""Two example lines for each command."""
 
 
 class PlainCommand(TyperCommand):
@@ -116,7 +117,7 @@ def _option_names(option: Any) -> str:
 
 
 def _option_help(option: Any) -> str:
-    """The help, and what holds where the option is left out."""
+    """The help, and the default."""
     words = option.help or ""
     if option.required:
         return f"{words}  [required]"

@@ -1,4 +1,4 @@
-"""The commands about runs that were begun: all of them in a list, two compared, one removed, a report of them."""
+"""The commands about existing runs: list them, compare two, remove one, report on some."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.units import format_bytes
 def runs_command(
     as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
 ) -> None:
-    """List the runs of this folder. Each with its state, its loss, and the command that continues it."""
+    """List the runs of this folder. With state, loss, and the command that continues each."""
     print_runs("json" if as_json else "text")
 
 
@@ -46,7 +46,7 @@ def compare_command(
     second: SecondRun,
     as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
 ) -> None:
-    """Compare two runs. Which learned better, beyond the noise of seeds; which is faster; what differs."""
+    """Compare two runs. Which has the lower loss, beyond the noise of seeds; which is faster; what differs."""
     from plait.run_files.comparing import compare_folders
     from plait.run_folder import find_run
     from plait.working_folder import CURRENT_FOLDER
@@ -60,12 +60,10 @@ def compare_command(
 
 def report_command(
     runs: ManyRuns,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page that needs no other file.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained page.")] = None,
     md: Annotated[Path | None, typer.Option("--md", metavar="FILE", help="Write Markdown.")] = None,
 ) -> None:
-    """Write a report of runs into one file to keep or to send. Recipe, plan, curves, receipt, and how to repeat it."""
+    """Write a report of runs into one file to keep or send. Recipe, plan, curves, receipt, and how to repeat it."""
     from plait.commands.runs import write_report
 
     if html is None and md is None:
@@ -78,14 +76,14 @@ def timeline_command(
     run: OneRun,
     steps: Annotated[int, typer.Option("--steps", metavar="NUMBER", help="Steps to record.", min=1, max=50)] = 3,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="The page; RUN-timeline.html if left out.")
+        Path | None, typer.Option("--html", metavar="FILE", help="The page; default: RUN-timeline.html.")
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option("--trace", metavar="FILE", help="The trace for Perfetto; RUN-timeline.json if left out."),
+        typer.Option("--trace", metavar="FILE", help="The trace for Perfetto; default: RUN-timeline.json."),
     ] = None,
 ) -> None:
-    """Record a few steps of a run. What each worker did when, beside the plan, as a page and a trace for Perfetto."""
+    """Record a few steps of a run. Each worker's actions next to the plan, as a page and a trace for Perfetto."""
     from plait.commands.timeline import record_run
 
     name = Path(run).resolve().name
@@ -104,7 +102,7 @@ def remove_command(
     removal, screen = removal_of(run, CURRENT_FOLDER), screen_on(sys.stdout)
     if not yes:
         if not sys.stdin.isatty():
-            raise PlaitError(f"plait remove asks before it deletes {removal.path}; without a terminal write --yes")
+            raise PlaitError(f"plait remove asks before it deletes {removal.path}; without a terminal, give --yes")
         screen.print("\n".join(removal.lines()))
         if not typer.confirm("Delete it?"):
             raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The commands that begin a recipe, and those about a run's failures and its account: parse, call, print."""
+"""The commands that start a recipe, and those about a run's failures and status: parse, call, print."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def new_command(
     text: Texts = None,
     more: MoreTexts = None,
 ) -> None:
-    """Write a commented recipe for your text. Where there is no text, a sample text comes with it."""
+    """Write a commented recipe for your text. Without a text, it comes with a sample text."""
     from plait.commands.new import write_recipe
     from plait.screen.screen import wrapped
 
@@ -41,10 +41,10 @@ def status_command(
     as_json: Annotated[bool, typer.Option("--json", help="As one line of JSON.")] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="The samples that each step took.")] = False,
 ) -> None:
-    """Say where a run stands and what went wrong. Also what its time went to. Without RUN as plait runs."""
+    """Say where a run stands and what went wrong. Also how it spent its time. Without RUN, like plait runs."""
     if run is None:
         if ledger:
-            raise PlaitError("--ledger is of one run; name it: plait status RUN --ledger")
+            raise PlaitError("--ledger needs one run; name it: plait status RUN --ledger")
         print_runs("json" if as_json else "text")
         return
     from plait.clusters.submitted import job_state_line, missing_run_line
@@ -67,13 +67,13 @@ def drill_command(
     hang: Annotated[Places, typer.Option("--hang", metavar=PLACE, help="Stop this worker after that step.")] = None,
     nan: Annotated[Places, typer.Option("--nan", metavar=PLACE, help="Make a weight NaN before that step.")] = None,
     slow: Annotated[Places, typer.Option("--slow", metavar=PLACE, help="Slow this worker down for 2 s.")] = None,
-    fill_disk: Annotated[Places, typer.Option(metavar="STEP", help="Have a save fail for want of room.")] = None,
+    fill_disk: Annotated[Places, typer.Option(metavar="STEP", help="Let a save fail on a full disk.")] = None,
     corrupt: Annotated[Places, typer.Option(metavar="STEP", help="Damage the newest checkpoint.")] = None,
     lose_host: Annotated[
-        Places, typer.Option(metavar="HOST@STEP", help="Kill all of a host, which the drill makes on this machine.")
+        Places, typer.Option(metavar="HOST@STEP", help="Kill a whole host, which the drill emulates on this machine.")
     ] = None,
     drawn: Annotated[
-        str, typer.Option("--random", metavar="N|TIME", help="This many more, or for 30min, drawn by the seed.")
+        str, typer.Option("--random", metavar="N|TIME", help="This many more, or for 30min, drawn with the seed.")
     ] = "0",
     seed: Annotated[
         int | None, typer.Option(metavar="NUMBER", help="The same seed draws the same failures.", min=0)
@@ -81,9 +81,9 @@ def drill_command(
     json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the report to this file.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Disturb a run that is at work without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Disturb a running run without asking.")] = False,
 ) -> None:
-    """Rehearse failures of workers. Trains twice, once left alone, and compares the ends."""
+    """Rehearse failures of workers. Trains twice, once undisturbed, and compares the results."""
     from plait.commands.drilling.drill import drill
     from plait.commands.drilling.faults import DrillRequest, FaultKind, parse_fault, parse_random
     from plait.report.atomic import replace_file
@@ -103,9 +103,9 @@ def drill_command(
 
 
 def _agrees(sentence: str) -> bool:
-    """Ask on the terminal; raises PlaitError where there is none."""
+    """Ask on the terminal; raises PlaitError if there is none."""
     if not sys.stdin.isatty():
-        raise PlaitError(f"{sentence}; wait for its end, or say --yes")
+        raise PlaitError(f"{sentence}; wait for its end, or give --yes")
     return typer.confirm(f"{sentence}. Go on?")
 
 

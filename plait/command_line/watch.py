@@ -1,4 +1,4 @@
-"""The live page's command, and the page beside a run that trains: parse, call, print."""
+"""The live page's command, and the page served during training: parse, call, print."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def watch_command(
     ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
 ) -> None:
-    """Follow runs on a page in your browser, live. It also shows runs that are finished."""
+    """Follow runs on a live page in your browser. It also shows finished runs."""
     from plait.page.serve import may_open_browser, watch
 
     output = OptionalOutput(sys.stdout)
@@ -36,9 +36,9 @@ def watch_command(
 
 @contextmanager
 def page_beside(recipe: Path, overrides: Sequence[str]) -> Iterator[None]:
-    """The page of the run that a recipe names, while the block trains it; prints where it is.
+    """The page of a recipe's run, while the block trains it; prints the page's address.
 
-    Raises PlaitError for a wrong recipe, and under torchrun, each of whose ranks would have a page of its own.
+    Raises PlaitError for a wrong recipe, and under torchrun, where each rank would serve its own page.
     """
     from plait.launch.local.torchrun import launch_variables
     from plait.page.serve import page_server
@@ -46,8 +46,8 @@ def page_beside(recipe: Path, overrides: Sequence[str]) -> Iterator[None]:
 
     if launch_variables(os.environ) is not None:
         raise PlaitError(
-            "--page does not work under torchrun, where every rank would serve a page of its own",
-            "run plait watch beside it",
+            "--page does not work under torchrun, where every rank would serve its own page",
+            "run plait watch in addition",
         )
     name = load_recipe(recipe, overrides).run.name
     with page_server([name]) as address:
@@ -56,6 +56,6 @@ def page_beside(recipe: Path, overrides: Sequence[str]) -> Iterator[None]:
 
 
 def _write(output: Any, text: str) -> None:
-    """Not wrapped, so that the address can be copied."""
+    """Write without wrapping, so that the address can be copied."""
     output.write(text)
     output.flush()

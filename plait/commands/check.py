@@ -1,4 +1,4 @@
-"""`plait check`: runs a person's distributed program on CPUs, and says whether it computes what one process would."""
+"""`plait check`: runs the user's distributed program on CPUs, and says whether it computes what one process would."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def check(
     screen: Screen,
     start: StartRank = start_process,
 ) -> CheckReport:
-    """Run a program under observation and judge it; blocks until the steps are taken.
+    """Run a program, record what it does and judge it; blocks until the steps are taken.
 
-    Raises PlaitError for a command that starts no Python program. A program that fails or hangs is a report that cannot
-    judge.
+    Raises PlaitError for a command that starts no Python program. For a program that fails or hangs, the report says
+    "cannot judge".
     """
     require_linux()
     program = read_launch_command(command)
     require_same_python(program)
     count = workers or program.workers or DEFAULT_WORKERS
     if not 2 <= count <= WORKERS_AT_MOST:
-        raise PlaitError(f"{count} workers: a proof compares ranks; choose --workers from 2 to {WORKERS_AT_MOST}")
+        raise PlaitError(f"{count} workers: the check compares ranks; choose --workers from 2 to {WORKERS_AT_MOST}")
     if not 1 <= steps <= 1000:
         raise PlaitError(f"--steps {steps}: choose a number from 1 to 1000")
     with TemporaryDirectory(prefix="plait-check-") as name:
@@ -77,7 +77,7 @@ def check(
 
             @cache
             def other_workers() -> Mapping[tuple[int, int], Mapping[str, float]] | None:
-                for more in (count + 1, 2 * count):  # a batch that three ranks cannot share four may
+                for more in (count + 1, 2 * count):  # a batch that three ranks cannot share may divide by four
                     ended = watched(f"on-{more}", more, after_s=0).ending in ("enough", "ended")
                     if ended and (weights := _weights_on(folder / f"on-{more}", more)):
                         return weights
@@ -96,12 +96,12 @@ def report_text(report: CheckReport, *, as_json: bool) -> str:
 
 
 def _introduction(program: WatchedProgram, workers: int, steps: int, moved: Sequence[str]) -> str:
-    where = "" if moved else "; files that it writes without torch.save go where they always go"
+    where = "" if moved else "; files that it writes without torch.save go to their usual places"
     return f"checks   {program.name}: {steps} steps on {workers} processes of this machine{where}"
 
 
 def require_same_python(program: WatchedProgram) -> None:
-    """Raise PlaitError if a command names another interpreter than the one that runs plait."""
+    """Raise PlaitError if the command names another interpreter than the one that runs plait."""
     if program.python and Path(program.python).resolve() != Path(sys.executable).resolve():
         if Path(program.python).parent == Path(sys.executable).parent:
             return
@@ -116,13 +116,13 @@ def why_unusable(
 ) -> str | None:
     """Why a run cannot be judged, or None if it can: a program that fails after the checked steps has shown enough."""
     is_over = all(any(one["kind"] in ("checked", "ended") for one in rank) for rank in events)
-    if is_over or run.ending == "ended":  # what comes after may fail: gloo's threads at a process's end do
+    if is_over or run.ending == "ended":  # the end may fail: gloo's threads do when a process ends
         return None
     spawned = next((one for rank in events for one in rank if one["kind"] == "unusable"), None)
     if spawned is not None:
         return (
             f"the program starts {spawned['wanted']} processes itself; give --workers {spawned['wanted']}, "
-            "so that each process of the check takes the place of one of them"
+            "so that each process of the check replaces one of them"
         )
     if run.ending == "failed":
         return _failure(events, folder)
@@ -134,7 +134,7 @@ def why_unusable(
         )
     taken = min(sum(one["kind"] == "step" for one in rank) for rank in events)
     return (
-        f"after {limit_s:.0f} s only {taken} steps were taken: {places}; use a smaller model or batch, or give more "
+        f"only {taken} steps were taken in {limit_s:.0f} s: {places}; use a smaller model or batch, or give more "
         "time with --limit"
     )
 
@@ -153,9 +153,9 @@ def _failure(events: Sequence[Sequence[dict[str, object]]], folder: Path) -> str
     where = f" at {cause['site']}" if cause["site"] else ""
     text = f"the program failed on rank {rank}{where}: {cause['error']}"
     if re.search(r"cuda|nvidia", text, re.IGNORECASE):
-        text += "; it needs a GPU there: let it fall back to the CPU when torch.cuda.is_available() is false"
+        text += "; it needs a GPU there: let it use the CPU when torch.cuda.is_available() is false"
     elif "HF_HUB_OFFLINE" in text or "offline" in text.lower():
-        text += "; the check runs offline: download what it needs first"
+        text += "; the check runs offline: download its data and models first"
     return text
 
 
@@ -181,8 +181,8 @@ def _last_doing(events: Sequence[dict[str, object]]) -> str:
 
 
 def _weights_on(folder: Path, workers: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-    """By which factor the gradients of a run on another number of workers differ from one process's, step by step, as a
-    loss's weight may change from step to step."""
+    """The factor between the gradients of a run on another number of workers and one process's, by step, since the
+    weight of a loss may change from step to step."""
     from plait.checking.gradient_findings import tolerance_of
     from plait.checking.recorded import checked_steps
     from plait.checking.reference import weights_of_loss

@@ -1,4 +1,4 @@
-"""`plait check FILE`: what somebody else's configuration would take on these machines, without running anything."""
+"""`plait check FILE`: forecasts the run of a configuration of another program on these machines, without running it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 def check_configuration(
     target: str, overrides: Sequence[str] = (), *, cluster: str | None = None, working: WorkingFolder = CURRENT_FOLDER
 ) -> CheckedConfig:
-    """Forecast the run of a configuration file or of a command line in one text, on a named cluster or on this machine;
-    raises PlaitError in one sentence."""
+    """Forecast the run of a configuration file, or of a command line given as one text, on a named cluster or on this
+    machine; raises PlaitError if the file cannot be read or lacks a value."""
     name, run = read_configuration(target, overrides)
     machines = read_cluster(cluster) if cluster is not None else _this_machine(working)
     found = forecast(run, machines)

@@ -1,4 +1,4 @@
-"""`plait check --resume`: stops a person's program as a scheduler would, starts it again, and compares it with a run
+"""`plait check --resume`: stops the user's program as a scheduler would, starts it again, and compares it with a run
 that was not stopped."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def check_resume(
     screen: Screen,
     start: StartRank = start_process,
 ) -> CheckReport:
-    """Run a program undisturbed for `steps` optimizer steps; then run it again, stop it by SIGTERM after half of them,
-    start it with the arguments `again` appended, and compare; blocks.
+    """Run a program undisturbed for `steps` optimizer steps, run it again and stop it with SIGTERM after half of them,
+    then start it with the arguments `again` appended, and compare; blocks.
 
     It runs in copies of the current folder. Raises PlaitError for a command that starts no Python program.
     """
@@ -46,7 +46,7 @@ def check_resume(
         raise PlaitError(f"--steps {steps}: to stop a program midway, choose a number from 4 to 1000")
     screen.print(
         f"checks   {program.name}: {steps} steps on {count} processes; then {steps // 2} steps, SIGTERM and a second "
-        "start. It runs in copies of this folder; files that it writes elsewhere go where they always go"
+        "start. It runs in copies of this folder; files that it writes elsewhere go to their usual places"
     )
     with TemporaryDirectory(prefix="plait-check-") as name:
         trial = _Trial(
@@ -58,14 +58,14 @@ def check_resume(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Start:
-    """One start of the program, as it was recorded."""
+    """One recorded start of the program."""
 
     folder: Path
     events: Sequence[Sequence[Event]]
     unusable: str
-    """Why it shows nothing; "" where it does."""
+    """Why its records cannot be used; empty if they can."""
     was_killed: bool
-    """Whether it still ran at the end of the time that a scheduler gives it."""
+    """Whether it was still running at the end of the time that a scheduler grants."""
 
     def has(self, kind: str) -> Event | None:
         return next((one for rank in self.events for one in rank if one["kind"] == kind), None)
@@ -73,7 +73,7 @@ class _Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """A program, and how its three starts are made."""
+    """A program and the way its three starts are made."""
 
     program: WatchedProgram
     again: Sequence[str]
@@ -112,8 +112,8 @@ class _Trial:
             return self._cannot_judge(second, f"after the stop, the second start fails: {second.unusable}")
         if steps_taken(resumed) == 0:
             return self._cannot_judge(
-                second, "the second start takes no optimizer step on some ranks before it ends, as when a program "
-                f"believes that training is over; it had taken {steps_taken(before_stop)} steps",
+                second, "some ranks take no optimizer step in the second start, as when a program "
+                f"considers training finished; before the stop it had taken {steps_taken(before_stop)} steps",
             )  # fmt: skip
         verdict = compare_resumed(recorded, before_stop, resumed)
         if verdict.reasons:
@@ -123,8 +123,8 @@ class _Trial:
         notes = ()
         if first.was_killed:
             notes = (
-                f"the program does not end within {self.grace_s:.0f} s of SIGTERM; a scheduler kills it then, and so "
-                "did this check",
+                f"the program does not end within {self.grace_s:.0f} s of SIGTERM; a scheduler kills it then, as "
+                "this check did",
             )
         names = whole.has("step")
         return CheckReport(
@@ -135,13 +135,13 @@ class _Trial:
         )  # fmt: skip
 
     def _copy(self, folder: Path) -> dict[str, tuple[int, int]]:
-        """Copy the working folder into a trial's folder; returns its files."""
+        """Copy the working folder into a trial's folder; returns the copied files."""
         own = [Path(one).resolve() for one in output_folders(self.program).values()]
         copy_working_folder(Path.cwd(), folder / "working", without=own)
         return _files(folder)
 
     def _run(self, folder: Path, name: str, *, words: Sequence[str] = (), stop_after: int | None = None) -> _Start:
-        """Start the program in a trial's folder, in the same copy as before where there is one."""
+        """Start the program in a trial's folder, reusing an earlier copy if there is one."""
         if not (folder / "working").exists():
             self._copy(folder)
         launch = run_watched(
@@ -175,10 +175,10 @@ def _saves_nothing(first: _Start, taken: int) -> str:
     if (outside := first.has("saved_elsewhere")) is not None:
         return (
             f"the program saves to {outside['file']}, which the check leaves alone; let it save below the current "
-            "folder, or name its folder by an argument such as --output_dir"
+            "folder, or name its folder with an argument such as --output_dir"
         )
     return (
-        f"the program saves no checkpoint in its first {taken} steps, nor when it gets SIGTERM, so a stop loses all of "
+        f"the program saves no checkpoint in its first {taken} steps, nor on SIGTERM, so a stop loses all of "
         "them; let it save every step or two for this check, or give more --steps"
     )
 
@@ -187,18 +187,18 @@ def _begins_again(saved: Sequence[str], again: Sequence[str]) -> str:
     files = ", ".join(sorted(saved)[:3])
     if again:
         return (
-            f"with {' '.join(again)} the second start begins with the first weights again, although the first wrote "
+            f"with {' '.join(again)} the second start begins with the initial weights again, although the first wrote "
             f"{files}; check what the program loads"
         )
     return (
-        f"the second start begins with the first weights again, although the first one wrote {files}; if the program "
-        'resumes by an argument, give it, as in --resume-with "--resume_from_checkpoint true"'
+        f"the second start begins with the initial weights again, although the first one wrote {files}; if the program "
+        'needs an argument to resume, give it, as in --resume-with "--resume_from_checkpoint true"'
     )
 
 
 def _seen_from_here(program: WatchedProgram) -> WatchedProgram:
-    """The program with its file and output folders relative to the current folder where they are below it, so that
-    they are found in a copy of that folder."""
+    """The program with its file and output folders relative to the current folder, if they are below it, so that they
+    are found in a copy of that folder."""
     here = Path.cwd().resolve()
 
     def relative(path: str) -> str:
@@ -216,8 +216,8 @@ def _seen_from_here(program: WatchedProgram) -> WatchedProgram:
 
 
 def _writing_below(program: WatchedProgram, words: Sequence[str], outputs: Path) -> WatchedProgram:
-    """The program with more arguments, and with a temporary folder for outputs that would go elsewhere than into the
-    current folder."""
+    """The program with more arguments, and with a temporary folder for outputs that would go outside the current
+    folder."""
     outside = [value for value in output_folders(program).values() if Path(value).is_absolute()]
     whole = replace(program, arguments=(*program.arguments, *words))
     if not outside:

@@ -26,7 +26,7 @@ from plait.screen.screen import Screen, ShowProgress
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _LARGEST_EXPONENT = 709.0
-"""Of a float64's exp."""
+"""The largest exponent for which float64's exp is finite."""
 
 
 class Evaluation(dict[str, float]):
@@ -43,7 +43,7 @@ class Evaluation(dict[str, float]):
         return exp(loss) if loss < _LARGEST_EXPONENT else inf if loss >= _LARGEST_EXPONENT else nan
 
     def in_words(self) -> str:
-        """What was found, in a sentence for a person."""
+        """The result, in a sentence."""
         if "questions" in self:
             return (
                 f"{self['choices_accuracy']:.1%} of {self['questions']:,} questions were answered correctly, and "
@@ -55,7 +55,7 @@ class Evaluation(dict[str, float]):
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The result as a notebook shows it."""
         rows = "".join(f"<tr><th>{escape(key)}</th><td>{value:.6g}</td></tr>" for key, value in self.items())
         return f"<table>{rows}</table>"
 

@@ -1,4 +1,4 @@
-"""`plait join`: lends this host to a run that another one leads, until that run ends."""
+"""`plait join`: lends this host to a run led by another host, until that run ends."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def join(
     working: WorkingFolder = CURRENT_FOLDER,
     program: ProgramFile | None = None,
 ) -> StoppedBy:
-    """Join the run that waits at HOST:PORT and serve it; blocks until it ends, and returns what ended it; "finished",
-    too, where the run does without this host. With a `program` this host's workers run that one, and nothing else.
+    """Join the run at HOST:PORT and serve it; blocks until it ends. Returns what ended it, which is "finished" also if
+    the run does without this host. With a `program`, this host's workers run that one and nothing else.
 
-    Raises PlaitError, with what to fix on this host, when it may not join or cannot keep the run's files; RunFailed
-    when the run failed or its leading host is lost.
+    Raises PlaitError, with what to fix on this host, if it may not join or cannot keep the run's files; RunFailed if
+    the run failed or its leading host is lost.
     """
     address, port = _parse_address(at)
     secret = read_secret(str(secret_file) if secret_file else None)
@@ -61,10 +61,10 @@ def stay_joined(
     program: ProgramFile | None = None,
     wait: Callable[[float], None] = time.sleep,
 ) -> StoppedBy:
-    """Serve the run that HOST:PORT leads as `join` does, and join it again after host 0 stopped, failed or was lost;
-    waits for a host 0 that is not there yet. Blocks until the run is finished, or this host is stopped.
+    """Serve the run at HOST:PORT as `join` does, and rejoin it after host 0 stopped, failed or was lost; waits for a
+    host 0 that is not there yet. Blocks until the run is finished, or this host is stopped.
 
-    Raises PlaitError, with what to fix on this host, when it may not join.
+    Raises PlaitError, with what to fix on this host, if it may not join.
     """
     address, port = _parse_address(at)
     secret, said = read_secret(str(secret_file) if secret_file else None), ""
@@ -76,11 +76,11 @@ def stay_joined(
         except LeaderNotReached:
             sentence = f"waits    for a run at {at}; Ctrl-C leaves"
         except RunFailed as error:
-            sentence = f"waits    {str(error).partition('; ')[0]}; this host joins again by itself, Ctrl-C leaves"
+            sentence = f"waits    {str(error).partition('; ')[0]}; this host rejoins by itself, Ctrl-C leaves"
         else:
             if ended_by in ("finished", "not needed") or ended_by.startswith("left by"):
                 return signal_of(ended_by)
-            sentence = f"waits    until the run goes on at {at}; Ctrl-C leaves"
+            sentence = f"waits    until the run continues at {at}; Ctrl-C leaves"
         if sentence != said:
             screen.print(sentence)
             said = sentence
@@ -120,7 +120,7 @@ def _serve(wire: Wire, line: WaitingLine, say: Log, working: WorkingFolder, prog
         closing(ConnectivityListener(host_info.name, wire.local_address)) as connectivity,
     ):
         try:
-            # With a program there are no run's files: nothing here is read, written or listed for the leader.
+            # A program has no run files: nothing here is read, written or listed for the leader.
             handlers = {**files.handlers, **connectivity.handlers} if program is None else connectivity.handlers
             return serve(
                 wire,
@@ -140,27 +140,27 @@ MEASURING, TRAINING = "measuring together with host 0", "at work for the run; ho
 
 
 class WaitingLine:
-    """The moving line of a joined host, which has nothing else to show. A log gets none while the run trains: host 0's
-    has its steps."""
+    """The status line of a joined host, which prints nothing else. While the run trains, nothing goes to a log: host
+    0's log has the steps."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen, self._open = screen, ExitStack()
         self._show: ShowProgress | None = None
 
     def show(self, stage: str) -> None:
-        """Say from now on what this host does."""
+        """Set the current activity of this host."""
         if self._show is None:
             self._show = self._open.enter_context(self._screen.progress())
         self._show(0, 0, stage)
 
     def close(self) -> None:
-        """Take the line away; a second call does nothing."""
+        """Remove the line; a second call does nothing."""
         self._open.close()
         self._show = None
 
     @contextmanager
     def while_running(self, context: Callable[[Job], AbstractContextManager[None]], job: Job) -> Iterator[None]:
-        """The context of a job, with what the job is in the line."""
+        """The context of a job, with the job's activity in the line."""
         trains = job.entry not in _MEASURING
         if trains and self._screen.columns is None:
             self.close()
@@ -175,13 +175,13 @@ _MEASURING = frozenset({MEASURE_ENTRY, PROBE_ENTRY, PRODUCTS_ENTRY, TIMING_ENTRY
 
 
 def error_to_show(local: PlaitError | None, ended: PlaitError) -> PlaitError:
-    """This host's own error if the leader ended the run for it and only passed it on; otherwise how the run ended. An
-    earlier error of this host that the run survived is not why it ended."""
+    """This host's own error if it is the reason why the leader ended the run; otherwise the reason for the end. An
+    earlier error of this host that the run survived does not count."""
     return local if local is not None and str(local) in str(ended) else ended
 
 
 def signal_of(ended_by: ReleasedBy) -> StoppedBy:
-    """What stopped this host's part, for the exit code; "finished" where nobody did."""
+    """The signal that stopped this host's part, for the exit code; "finished" if there was none."""
     left = cast(Mapping[str, StoppedBy], SIGNAL_OF_LEAVING)
     return cast(StoppedBy, left.get(ended_by, "finished" if ended_by == "not needed" else ended_by))
 
@@ -192,16 +192,16 @@ def _no_files(job: Job) -> AbstractContextManager[None]:
 
 
 def joining_text(at: str) -> str:
-    """What a host says once it was let in."""
+    """The line that a host prints once it was admitted."""
     return f"found    a run at {at}"
 
 
 def ending_text(ended_by: ReleasedBy) -> str:
-    """What the end of a run means for a host that had joined it."""
+    """The line that a joined host prints at the end of a run."""
     if ended_by == "not needed":
         return "over     this host is not needed: the run leaves it out, because a step would take no less time with it"
     if ended_by.startswith("left by"):
-        return f"over     this host {ended_by}; all is saved, and the run goes on without it where it can"
+        return f"over     this host {ended_by}; everything is saved, and the run continues without it if it can"
     how = "it is finished" if ended_by == "finished" else f"it was stopped by {signal_in_words(ended_by)}"
     return f"over     the run has ended: {how}"
 
@@ -209,5 +209,5 @@ def ending_text(ended_by: ReleasedBy) -> str:
 def _parse_address(at: str) -> tuple[str, int]:
     host, _, port = at.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise PlaitError(f'"{at}" is no HOST:PORT; type the line that plait train --hosts prints')
+        raise PlaitError(f'"{at}" is not HOST:PORT; use the line that plait train --hosts prints')
     return host.removeprefix("[").removesuffix("]"), int(port)

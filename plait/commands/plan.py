@@ -67,7 +67,7 @@ def plan(
     """Print the plan for each cluster, for the best machines of a pool, or for this machine where nothing is named;
     raises PlaitError in one sentence."""
     if measured is not None and len(clusters) > 1:
-        raise PlaitError("--measured tells of a run on one cluster; name a single --cluster with it")
+        raise PlaitError("--measured describes a run on one cluster; give a single --cluster with it")
     check_output_file(json_file)
     check_output_file(html_file)
     measured_s = None if measured is None else seconds_of(measured)

@@ -87,7 +87,7 @@ def probe(
 
 
 def probe_start(machine: Machine, request: ProbeRequest, probe_workers: FixedWorkers) -> str:
-    """What is about to be measured, for how many workers, and about how long that takes."""
+    """What is about to be measured, for how many workers, and roughly how long it takes."""
     shapes = "the recipe's model" if len({one.shape for one in request.models}) == 1 else "models of usual sizes"
     device = f"GPU {', '.join(map(str, machine.gpus))} of {machine.name}" if machine.gpus else machine.name
     workers = counted(probe_workers.workers, "worker")
@@ -144,7 +144,7 @@ def measured_cluster(measured: Measurements, survey: MachineSurvey, probe_worker
 def probe_request_for(
     config: RunConfig | None, survey: MachineSurvey, probe_workers: FixedWorkers, working: WorkingFolder
 ) -> ProbeRequest:
-    """What a recipe's model needs measured, or usual models without one."""
+    """The measurements that a recipe's model needs, or usual models without one."""
     device, gpus = survey.machine.device, survey.machine.gpus
     if config is None:
         with_float32 = "float32" if "bf16" in survey.machine.without else None
@@ -303,7 +303,7 @@ def _ask(pool: WorkerPool, device: str, workers: int, threads: int, gpus: Sequen
 
 
 def parse_check(values: Mapping[str, Any]) -> MachineCheck:
-    """What rank 0 sent; raises RunFailed where it is no check."""
+    """Rank 0's report; raises RunFailed if it is not a check."""
     try:
         return typed_value(MachineCheck, values)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Runs that have begun, to look at from Python: what each was asked for, how it went, what it left."""
+"""Existing runs from Python: their recipes, plans, results and files."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from plait.run_folder import find_run
 from plait.working_folder import named_folder
 
 MetricsForm = Literal["auto", "list", "frame"]
-"""A list of dicts, a pandas DataFrame, or "auto": a DataFrame where pandas is installed."""
+"""A list of dicts, a pandas DataFrame, or "auto": a DataFrame if pandas is installed, else a list."""
 
 
 class Run:
-    """A run by its name or its folder; `folder` holds runs/, and is the current one if left out.
+    """A run, by name or folder; `folder` contains runs/, and is the current folder by default.
 
-    Every property reads the run's files again, also while it trains.
+    Every property reads the run's files again, so it stays current while the run trains.
 
-    Raises PlaitError where there is no such run, or a file of it is damaged.
+    Raises PlaitError if there is no such run, or a file of it is damaged.
     """
 
     def __init__(self, run: str | Path, *, folder: str | Path | None = None) -> None:
@@ -56,17 +56,17 @@ class Run:
 
     @property
     def recipe(self) -> RunConfig:
-        """The recipe with every key, as the run was begun or last changed."""
+        """The complete recipe, as the run was started or last changed."""
         return self._folder.saved_config()
 
     @property
     def plan(self) -> Plan:
-        """What the run does: layout, steps, batch, forecast."""
+        """The plan of the run: layout, steps, batch, forecast."""
         return self._folder.saved_plan()
 
     @property
     def receipt(self) -> Receipt | None:
-        """The receipt of the finished run; None while steps of its plan are left, also of a larger `train.budget`."""
+        """The receipt of the finished run; None while steps remain, for example after `train.budget` was raised."""
         return read_receipt(self._folder.receipt) if self._folder.is_finished else None
 
     @property
@@ -76,11 +76,11 @@ class Run:
 
     @property
     def account(self) -> RunAccount:
-        """What the run's time went to, and what went wrong in it, as `plait status` tells it."""
+        """How the run spent its time, and its failures, as in `plait status`."""
         return account_of(self._folder)
 
     def metrics(self, form: MetricsForm = "auto") -> Any:
-        """One row a step, with the keys of metrics.jsonl; those of an evaluation are there where one was made.
+        """One row per step, with the keys of metrics.jsonl, including those of an evaluation where there was one.
 
         A list of dicts, or a pandas DataFrame: see MetricsForm.
         """
@@ -94,7 +94,7 @@ class Run:
         return f"Run({self.name!r})"
 
     def __str__(self) -> str:
-        """The end of a finished run as `plait train` prints it; of another one, where it stands."""
+        """For a finished run its end as `plait train` prints it; for others, their progress."""
         steps, _ = read_metrics(self._folder.metrics)
         if receipt := self.receipt:
             return in_call_words(run_end(receipt, self.path, [report.loss for report in steps], "utf-8"))
@@ -102,21 +102,21 @@ class Run:
         return printable(f"run      {self.path}: step {steps[-1].step if steps else 0} of {self.plan.job.steps}{loss}")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The run as a notebook shows it."""
         return f"<pre>{escape(str(self))}</pre>"
 
 
 @with_known_keywords()
 def runs(*, folder: str | Path | None = None) -> list[RunSummary]:
-    """All runs below `folder`/runs, the one that changed last first: where each stands, and the command that continues
-    it. One that cannot be read is among them, and its `problem` says why. plait.Run(name) has the rest of a run."""
+    """All runs below `folder`/runs, the most recently changed first, with their progress and the command that continues
+    each. A run that cannot be read is included, with the reason in `problem`. plait.Run(name) has the rest."""
     return run_summaries(named_folder(folder))
 
 
 @with_known_keywords()
 def compare_runs(first: str | Path, second: str | Path, *, folder: str | Path | None = None) -> RunComparison:
-    """Two runs, by name or folder: which learned better and by how much beyond the noise of seeds, which is faster, and
-    which of their differences can explain it. Raises PlaitError where one of them cannot be read."""
+    """Compare two runs, by name or folder: which has the lower loss and by how much beyond the noise of seeds, which is
+    faster, and which of their differences can explain it. Raises PlaitError if one of them cannot be read."""
     for run in (first, second):
         check_arguments(run=run)
     working = named_folder(folder)
@@ -131,14 +131,14 @@ def write_report(
     md: str | Path | None = None,
     folder: str | Path | None = None,
 ) -> list[Path]:
-    """Write a report of a run, or of several, into one file: a page (`html`), a Markdown text (`md`), or both. Returns
-    the paths. Raises PlaitError where a run cannot be read or a file cannot be written."""
+    """Write a report of one or several runs into one file: a page (`html`), a Markdown text (`md`), or both. Returns
+    the paths. Raises PlaitError if a run cannot be read or a file cannot be written."""
     check_arguments(html=html, md=md)
     working = named_folder(folder)
     files = {kind: Path(file) for kind, file in (("html", html), ("md", md)) if file is not None}
     names = list(dict.fromkeys(texts_of("runs", runs)))
     if not files or not names:
-        raise PlaitError("a report needs runs and a file: html=, md=, or both")
+        raise PlaitError("a report needs runs and a file; give html=, md=, or both")
     for file in files.values():
         check_output_file(file)
     report = run_report([find_run(name, working) for name in names], working)

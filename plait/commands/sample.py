@@ -35,7 +35,7 @@ class SampledText(Iterator[str]):
         return "".join(self._so_far)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The samples as a notebook shows them."""
         return f"<pre>{escape(str(self))}</pre>"
 
 

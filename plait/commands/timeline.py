@@ -1,4 +1,4 @@
-"""`plait timeline`: records a few steps of a run, and shows them beside the plan."""
+"""`plait timeline`: records a few steps of a run, and shows them next to the plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def record_run(name: str, *, steps: int, html: Path, trace: Path, screen: Screen
     """Record some steps of a run, and write the page and the trace. A run that is training records them itself;
     otherwise workers start here, continue from the newest checkpoint and save nothing.
 
-    Raises PlaitError where that is not possible here, RunFailed where the run ends meanwhile.
+    Raises PlaitError if that is not possible here, RunFailed if the run ends meanwhile.
     """
     folder = find_run(name, CURRENT_FOLDER)
     for file in (html, trace):
@@ -92,7 +92,7 @@ def plan_after(plan: Plan, folder: RunFolder, step: int) -> Plan:
     return replace(plan, placement=replace(placement, layout=layout, shares=line.shares))
 
 
-# By a run that trains.
+# From a run that is training.
 
 
 def _recorded_by_run(folder: RunFolder, steps: int, show: ShowProgress) -> RecordedSteps:
@@ -103,19 +103,19 @@ def _recorded_by_run(folder: RunFolder, steps: int, show: ShowProgress) -> Recor
         while not files.answer.exists():
             if not is_at_work(folder.path, registry_folder()):
                 raise RunFailed(
-                    "the run ended before its steps were recorded; give the command again, and it goes on from the "
+                    "the run ended before its steps were recorded; repeat the command, and it records them from the "
                     "newest checkpoint"
                 )
             if not files.request.exists() and not files.answer.exists():
                 raise RunFailed(
                     "the recorded steps are gone: another plait timeline took them, or the run could not write them; "
-                    "see that its disk has room, and give the command again"
+                    "make sure that its disk has room, and repeat the command"
                 )
             time.sleep(LOOK_FOR_ANSWER_S)
         try:
             timeline = timeline_from_json(read_regular_file(files.answer))
         except (OSError, ValueError) as error:
-            raise RunFailed(f"the recorded steps cannot be read ({error}); give the command again") from None
+            raise RunFailed(f"the recorded steps cannot be read ({error}); repeat the command") from None
     finally:
         with suppress(OSError):
             files.clear()
@@ -123,7 +123,7 @@ def _recorded_by_run(folder: RunFolder, steps: int, show: ShowProgress) -> Recor
     return RecordedSteps(timeline=timeline, plan=plan, how="Recorded by the run itself while it trained.")
 
 
-# By workers of its own.
+# With our own workers.
 
 
 def record_from_checkpoint(folder: RunFolder, steps: int, show: ShowProgress, working: WorkingFolder) -> RecordedSteps:
@@ -140,9 +140,9 @@ def record_from_checkpoint(folder: RunFolder, steps: int, show: ShowProgress, wo
         (scratch / "logs").mkdir()
         _record(plan, scratch, found.path if found else None, steps, show, working)
         timeline = timeline_from_json((scratch / "timeline.json").read_bytes())
-    start = f"its checkpoint of step {step}" if found else "its first weights"
+    start = f"its checkpoint of step {step}" if found else "its initial weights"
     taken = ", with the samples of its last steps" if timeline.first_step <= step else ""
-    how = f"Recorded by workers that went on from {start}{taken}, and saved nothing."
+    how = f"Recorded by workers that continued from {start}{taken}, and saved nothing."
     return RecordedSteps(timeline=timeline, plan=plan, how=how)
 
 
@@ -150,7 +150,7 @@ def _check_possible(plan: Plan, found: FoundCheckpoint | None, working: WorkingF
     """Raise PlaitError if this machine cannot take the run's steps."""
     if len(plan.machines.hosts) > 1:
         raise PlaitError(
-            "this run is laid out over several machines, so it records its steps itself; give plait timeline on its "
+            "this run uses several machines, so it must record its steps itself; run plait timeline on its "
             "first machine while it trains"
         )
     if plan.machines.have_accelerators:
@@ -159,7 +159,7 @@ def _check_possible(plan: Plan, found: FoundCheckpoint | None, working: WorkingF
         present = accelerator_count()
         if present < plan.world_size:
             raise PlaitError(
-                f"this run takes {counted(plan.world_size, 'GPU')} and torch sees {present} here; give plait timeline "
+                f"this run takes {counted(plan.world_size, 'GPU')} but torch sees {present} here; run plait timeline "
                 "on the machine where it was trained"
             )
     open_corpus(working.path / plan.job.corpus)

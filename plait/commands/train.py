@@ -134,7 +134,7 @@ def train(
 
 
 def stopped_early_text(signal: StopSignal, *, has_begun: bool) -> str:
-    """What a stop means that came while text was prepared, the machine measured, or other hosts awaited."""
+    """The consequence of a stop while text was prepared, the machine measured, or other hosts awaited."""
     if has_begun:
         words = "while no worker trained; the same command goes on with the run as it was saved"
         return f"stopped by {signal_in_words(signal)} {words}"
@@ -157,7 +157,7 @@ def continuing_command(
 
 CheckMode = Literal["new layouts", "never"]
 ReplanScope = Literal["all", "plan", "nothing"]
-"""What is made again: the probe of several hosts and the plan, the plan alone, or nothing."""
+"""What is repeated: the probe of several hosts and the plan, only the plan, or nothing."""
 
 
 class RunPlans:

@@ -73,10 +73,10 @@ def verify(
 
 
 def verification_start(plan: Plan, cores: int) -> str:
-    """What is about to be compared, on a machine with this many cores."""
+    """The comparison that is about to start, on a machine with this many cores."""
     workers = plan.placement.layout.world_size
     turns = f" taking turns on {counted(cores, 'core')}" if workers > cores else ""
-    doing = f"{counted(workers, 'gloo worker')}{turns} in float64, beside one plain process"
+    doing = f"{counted(workers, 'gloo worker')}{turns} in float64, against one plain process"
     return f"layout   {plan.placement.layout}{shares_text(plan)}: {doing}"
 
 
@@ -88,7 +88,7 @@ def _check_rounded(config: RunConfig, plan: Plan, workers: WorkerPool, screen: S
 
 
 def _left_out(config: RunConfig) -> str:
-    """What a proof with exact messages leaves out: the rounding of what a recipe sends in 16 bits."""
+    """The limit of a proof with exact messages: it excludes the rounding of what a recipe sends in 16 bits."""
     train = config.train
     sent = {"gradients": train.gradient_transfer, "the stream between stages": train.stage_transfer}
     rounded = " and of ".join(name for name, numbers in sent.items() if numbers == "bf16")

@@ -82,7 +82,7 @@ def unlike_shapes_text(share: Any, workers: Workers) -> str:
 
 
 def _parts(own: OwnBatches) -> dict[str, Callable[[], Any]]:
-    """What is compared, by its name, and how to make it."""
+    """The compared values by name, and how to make each equal."""
     source = own.source
     if not isinstance(source, ExamplePositions):
         return {"a first batch": lambda: None if own.first is None else own.first()}
@@ -124,7 +124,7 @@ def _differ(one: list[Any], other: list[Any]) -> bool:
 
 
 _Fact = bytes | tuple[float, float]
-"""What must be the same, or the mean and the largest absolute number of what must be nearly the same."""
+"""A value that must be equal, or the mean and the largest absolute number of one that must be nearly equal."""
 
 
 def _facts(value: Any) -> Iterator[_Fact]:

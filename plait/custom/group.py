@@ -33,7 +33,7 @@ SharedCall = Literal[
     "run.batches", "run.step", "run.evaluate", "run.save", "run.resume", "run.verify", "run.plan", "run.timeline",
     "run.record_steps",
 ]  # fmt: skip
-"""What all workers must call together."""
+"""Operations that all workers must call together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Workers:
     """Those of `sums`, where no gradients stand in line; None: those of all."""
     launcher: Launcher = field(default_factory=LAUNCHER.get)
     order: MessageOrder = field(default_factory=MessageOrder)
-    """What forward and backward passes wait for."""
+    """The order of the messages for which forward and backward passes wait."""
 
     def announce(self, call: SharedCall, number: int = 0) -> Callable[[], None]:
         """Begin to tell all workers in which call this one is, and at which number of it.

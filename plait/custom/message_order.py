@@ -44,7 +44,7 @@ class MessageOrder:
         self._ring, self._compared = (rank, workers), compared
 
     def message(self, name: str) -> MessageBegin:
-        """What begins a message of this name; all workers name the same ones in the same order."""
+        """Starts a message of this name; all workers name the same ones in the same order."""
         self._names.append(name)
         number = len(self._names) - 1
         return lambda numbers: self._begin(number, numbers)

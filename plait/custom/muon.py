@@ -49,7 +49,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add weights with options of their own."""
+        """Add weights with separate options."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dim() < 2 or not parameter.is_floating_point():

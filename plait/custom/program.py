@@ -153,7 +153,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[nn.Parameter]:
 
 
 def checked_sums(result: Any) -> LossTerms:
-    """What a person's loss returned, as sums and counts; raises PlaitError where it is neither."""
+    """The user's loss as sums and counts; raises PlaitError if it is neither."""
     several = isinstance(result, tuple | list) and len(result) > 0 and isinstance(result[0], tuple | list)
     pairs = [_checked_pair(one) for one in (result if several else [result])]
     device = pairs[0][0].device
@@ -250,8 +250,8 @@ def check_renormed(program: Program) -> None:
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
                 raise PlaitError(
-                    f"{prefix}{name} has max_norm = {module.max_norm:g}, by which each worker would shorten the rows "
-                    "of its own examples alone; leave max_norm out and shorten all rows after run.step: with "
+                    f"{prefix}{name} has max_norm = {module.max_norm:g}, with which each worker would shorten only "
+                    "the rows of its own examples; leave max_norm out and shorten all rows after run.step: with "
                     "torch.no_grad(): weight.copy_(weight.renorm(2, 0, max_norm))"
                 )
 

@@ -99,7 +99,7 @@ class SpreadRun:
 
     @property
     def device(self) -> torch.device:
-        """Where the models and batches of this worker are."""
+        """The device of this worker's models and batches."""
         return self._workers.device
 
     @property

@@ -32,7 +32,7 @@ def seed_everything(seed: int) -> None:
 
 
 def generator_states() -> tuple[object, ...]:
-    """What the generators of this process's processor have come to, to see whether somebody drew from them."""
+    """The state of this process's CPU generators, to see whether something drew from them."""
     numpy_random = sys.modules.get("numpy.random")
     state = numpy_random.get_state() if numpy_random else (0, b"", 0)
     return bytes(torch.get_rng_state().numpy()), random.getstate(), bytes(state[1]), state[2]

@@ -38,7 +38,7 @@ RequestedPrecision = Literal["auto", "float32", "bf16", "fp16"]
 
 
 class SpreadOptions(TypedDict, total=False):
-    """What else `plait.spread` takes."""
+    """The further arguments of `plait.spread`."""
 
     schedulers: Sequence[Any]
     """Learning-rate schedulers, stepped after each step and saved; ReduceLROnPlateau is saved, and stepped by you."""

@@ -93,7 +93,7 @@ def _be_module(main: ModuleType, name: str, path: Path) -> None:
 
 
 def failure_sentence(error: BaseException, path: Path, name: str, rank: int) -> str:
-    """What went wrong in which line of a person's program."""
+    """The error and the line of the user's program that raised it."""
     stack = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in stack if frame.filename == str(path)]
     who = f"rank {rank} of {name}" + (f", line {frames[-1].lineno}" if frames else "")
@@ -115,7 +115,7 @@ def failure_sentence(error: BaseException, path: Path, name: str, rank: int) -> 
 
 
 _NO_PACKAGE = "attempted relative import with no known parent package"
-"""What Python says of `from .model import Net` in a file that it runs."""
+"""Python's message about `from .model import Net` in a file that it runs."""
 
 
 def _module_of(path: Path) -> tuple[str, Path]:

@@ -20,7 +20,7 @@ from plait.units import counted
 
 
 class EncodesText(Protocol):
-    """What choices need of a tokenizer."""
+    """The parts of a tokenizer that choices need."""
 
     @property
     def beginning(self) -> tuple[int, ...]: ...

@@ -29,7 +29,7 @@ class Document:
     text_bytes: int
     content: bytes | Path
     begin: int = 0
-    """Where the text begins in a file on disk: behind its byte order mark."""
+    """The position of the text in a file on disk, after its byte order mark."""
 
     def read(self, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """The UTF-8 bytes from `start` to `stop`, in blocks that may split a character."""

@@ -24,20 +24,20 @@ _KINDS = ".txt, .md, .csv, .tsv, .jsonl or .parquet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFault:
-    """What is wrong with one file, as the end of a sentence that begins with its name, and what to do about it."""
+    """A file's fault, as the end of a sentence that begins with its name, and the fix."""
 
     file: Path
     what: str
     advice: str = ""
     command: str = ""
-    """What does so, to be typed in the current folder."""
+    """The command that fixes it, to be typed in the current folder."""
 
     def __str__(self) -> str:
         """The file and its fault as one sentence, without a full stop."""
         return f"{one_line(shown_path(self.file))}, which {self.what}{f'; {self._full_advice}' if self.advice else ''}"
 
     def lines(self) -> list[str]:
-        """What is printed of a file that is left out; a command has a line of its own, so that it can be copied."""
+        """Printed for a file that is left out; a command is on a separate line, so that it can be copied."""
         if not self.command:
             return [f"left out {self}"]
         name = one_line(shown_path(self.file))
@@ -53,13 +53,14 @@ class FileFault:
 
 
 Encoding = Literal["utf-8", "latin1", "windows-1252", "utf-16", "unknown"]
-"""What iconv calls the encoding that a text is most likely in."""
+"""iconv's name for the most likely encoding of a text."""
 _NAMES: dict[str, str] = {"latin1": "Latin-1", "windows-1252": "Windows-1252", "utf-16": "UTF-16"}
 
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """What reading all of a file found: its SHA-256, and its fault where it holds text that cannot be learned from."""
+    """The result of reading a whole file: its SHA-256, and its fault if it contains text that cannot be learned
+    from."""
 
     sha256: str
     fault: str = ""

@@ -108,7 +108,7 @@ class Holdout:
     rule: HoldoutRule
     fraction: float
     starts: Mapping[int, int] = field(default_factory=dict)
-    """Where the held-out part of a text begins, by the text's hash: 0 where all of it is held out."""
+    """Where the held-out part of each text begins, by the text's hash: 0 if all of it is held out."""
     crowded: frozenset[_Stratum] = frozenset()
     """The strata whose other documents are held out by their hash alone."""
 

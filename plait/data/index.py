@@ -66,7 +66,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceEntry:
-    """What the index says of a source of text that reading the corpus needs; `weight` is None where none has one."""
+    """A text source's facts in the index that reading the corpus needs; `weight` is None if no source has one."""
 
     path: str
     weight: _Weight | None
@@ -79,7 +79,7 @@ class SourceEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordCounts:
-    """What became of the records of chats, prompts and pairs that a corpus was made of."""
+    """Counts of the records of chats, prompts and pairs that a corpus was made from, by outcome."""
 
     records: _Count = 0
     skipped: _Count = 0
@@ -110,7 +110,7 @@ class CorpusIndex:
     sources: Annotated[tuple[SourceEntry, ...], Field(min_length=1)]
     layout: SampleLayout = "stream"
     template: str = ""
-    """Where the chat template was found; empty where no conversation was read."""
+    """The place of the chat template; empty if no conversation was read."""
     counts: RecordCounts = NOTHING_COUNTED
     bos: tuple[_Count, ...] = ()
     """Ids that each document and prompt begins with, as its tokenizer begins a text; empty: with `eot`."""

@@ -14,7 +14,7 @@ from plait.errors import PlaitError, RunFailed
 from plait.regular_file import open_regular_file
 
 AT_START_BYTES = 1 << 28
-"""What may be hashed before each start: about half a second's worth."""
+"""The most bytes to hash before each start: about half a second's worth."""
 _BLOCK_BYTES = 1 << 22
 _RESTS = 9
 """The background check rests for this many times the time that it worked: a tenth of one core."""

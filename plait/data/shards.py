@@ -80,9 +80,9 @@ class Corpus:
     tokenizer_hash: str = ""
     layout: SampleLayout = "stream"
     template: str = ""
-    """Where the chat template was found; empty where no conversation was read."""
+    """The place of the chat template; empty if no conversation was read."""
     counts: RecordCounts = NOTHING_COUNTED
-    """What became of the records that it was made of."""
+    """Counts of the records that it was made from, by outcome."""
     bos: tuple[int, ...] = ()
     """Ids that each document and prompt begins with, as its tokenizer begins a text; empty: with `eot`."""
     boundary_tokens: int = 0
@@ -174,7 +174,7 @@ def _mapped_starts(folder: Path, entry: ShardEntry) -> np.ndarray[Any, Any]:
 
 
 def _starts_header(documents: int) -> bytes:
-    """What `np.save` writes before this many 64-bit numbers."""
+    """The header that `np.save` writes before this many 64-bit numbers."""
     header = io.BytesIO()
     values = {"descr": "<i8", "fortran_order": False, "shape": (documents,)}
     np.lib.format.write_array_header_1_0(header, values)

@@ -45,10 +45,10 @@ class Source:
     weight: float | None = None
     field: str = "text"
     given_as: str = "data.files"
-    """Where the user named it, for sentences: a key of the recipe, an option of a command."""
+    """Where the user named it, for messages: a key of the recipe, an option of a command."""
 
     def removal(self, file: Path) -> str:
-        """What to do so that one of this source's files is not read, in words for an error."""
+        """How to exclude one of this source's files, in words for an error."""
         if str(file) == self.path:
             return f"take it out of {self.given_as}"
         if Path(self.path).is_dir():

@@ -18,9 +18,9 @@ from plait.units import counted
 
 TABLE_SUFFIXES = (".csv", ".tsv")
 _DELIMITERS = ",;\t"
-"""What a .csv may divide its columns by; the one that gives its first row most columns is taken."""
+"""Possible separators of a .csv; the one that gives its first row the most columns is used."""
 _EXCEL_FIRST_LINE = re.compile(r'"?sep=([^\w\s"]|\t)"?', re.IGNORECASE)
-"""What Excel may write above the header: the separator of the columns."""
+"""The line that Excel may write above the header, with the separator of the columns."""
 _LONGEST_CHARACTERS = 1 << 26
 """Limit of a line and of a quoted text: each is held in memory as a whole."""
 _TABS_LOOKED_AT_BYTES = 1 << 26

@@ -1,4 +1,4 @@
-"""Names of linear layers that low-rank adapters stand beside, as other programs write them."""
+"""Names of linear layers with low-rank adapters, as other programs write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALL_TARGETS: tuple[AdapterTarget, ...] = (
     "feedforward.down",
 )  # fmt: skip
 PEFT_DEFAULT: tuple[AdapterTarget, ...] = ("attention.q", "attention.v")
-"""What PEFT takes for Llama and its relatives where nothing is named."""
+"""PEFT's default for Llama and its relatives."""
 _LAYERS: dict[str, tuple[AdapterTarget, ...]] = {
     "q_proj": ("attention.q",), "k_proj": ("attention.k",), "v_proj": ("attention.v",), "o_proj": ("attention.o",),
     "gate_proj": ("feedforward.gate",), "up_proj": ("feedforward.up",), "down_proj": ("feedforward.down",),
@@ -28,7 +28,7 @@ NOT_IN_LAYERS = ("lm_head", "embed_tokens", "output", "wte")
 
 
 def adapter_targets(names: Sequence[str]) -> tuple[AdapterTarget, ...]:
-    """The layers that these names mean; raises PlaitError for one that is not known."""
+    """The layers with these names; raises PlaitError for an unknown name."""
     meant = {target for text in names for target in _layers_named(text)}
     return tuple(one for one in ALL_TARGETS if one in meant)
 
@@ -38,5 +38,5 @@ def _layers_named(text: str) -> tuple[AdapterTarget, ...]:
     if layer in NOT_IN_LAYERS:
         return ()
     if layer not in _LAYERS:
-        raise PlaitError(f"{text} is no linear layer that plait knows for adapters; write {', '.join(_LAYERS)}")
+        raise PlaitError(f"{text} is not a linear layer that plait knows for adapters; write {', '.join(_LAYERS)}")
     return _LAYERS[layer]

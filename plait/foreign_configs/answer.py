@@ -16,31 +16,31 @@ from plait.planner.search.cost_breakdown import MEMORY_NAMES, TIME_NAMES
 from plait.planner.search.found import Search
 from plait.units import counted, format_bytes, format_count, format_duration, more_or_less
 
-_TIME_NAMES = {**TIME_NAMES, "dequantize": "turning quantized weights into 16 bits"}
+_TIME_NAMES = {**TIME_NAMES, "dequantize": "dequantizing weights"}
 LEAST_SHARE = 0.01
-"""Share of a step below which an item of time is not printed; items of memory from 50 MB."""
+"""Items of time below this share of a step are not printed; items of memory are printed from 50 MB on."""
 LEAST_BYTES = 5e7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedConfig:
-    """All that `plait check` says of a configuration."""
+    """The whole answer of `plait check` for a configuration."""
 
     format: str
     found: RunForecast
     change: ConfigChange | None
     """The smallest change that helps."""
     plaits: Search | PlaitError
-    """What plait would choose for the same model and batch on these devices, or why it has nothing."""
+    """The layout that plait would choose for the same model and batch on these devices, or why there is none."""
 
     @property
     def exit_code(self) -> int:
-        """0 where the run fits, else 1."""
+        """0 if the run fits, else 1."""
         return 0 if self.found.verdict == "fits" else 1
 
 
 def checked_config_text(checked: CheckedConfig) -> str:
-    """The answer as a person reads it."""
+    """The answer as it is printed."""
     return "\n".join(_lines(checked))
 
 
@@ -62,13 +62,13 @@ def _lines(checked: CheckedConfig) -> list[str]:
         for name, seconds in _largest(found.time, LEAST_SHARE * found.step_s)
     ]
     if run.offloads_optimizer or run.offloads_parameters:
-        lines.append("         what the host computes and copies for offloading is not priced: a step takes longer")
+        lines.append("         the host's work for offloading is not included: a step takes longer")
     lines.append(f"whole    {_whole_text(found)}")
     lines.append(f"change   {_change_text(checked)}")
     lines.append(f"plait    {_plait_text(checked)}")
     lines += [f"assumed  {one}" for one in found.assumed]
     lines += [f"unpriced {one}" for one in run.not_priced]
-    lines += [f"unknown  {one}: no key of this format, and ignored" for one in run.unknown]
+    lines += [f"unknown  {one}: not a key of this format; ignored" for one in run.unknown]
     return lines
 
 
@@ -78,8 +78,8 @@ def _what(found: RunForecast) -> str:
     size = f"{name} ({format_count(workload.parameters)} parameters)"
     if not run.adapter_rank:
         return f"all weights of {size}"
-    base = f" beside weights of {run.quantized_bits} bits" if run.quantized_bits else ""
-    return f"LoRA of rank {run.adapter_rank}{base} on {size}"
+    base = f", with its base in {run.quantized_bits} bits" if run.quantized_bits else ""
+    return f"LoRA of rank {run.adapter_rank} on {size}{base}"
 
 
 def _batch_text(found: RunForecast) -> str:
@@ -87,7 +87,7 @@ def _batch_text(found: RunForecast) -> str:
     ranks = int(layout["replicate"]) * int(layout["shard"])
     return (
         f"{workload.batch_tokens:,} tokens a step: "
-        f"{layout['micro_sequences']} × {workload.sequence:,} in a micro-batch, "
+        f"{layout['micro_sequences']} × {workload.sequence:,} per micro-batch, "
         f"{found.accumulation} accumulated, {counted(ranks, 'data-parallel rank')}"
     )
 
@@ -100,7 +100,7 @@ def _layout_text(found: RunForecast) -> str:
               "parameters": "optimizer state, gradients and parameters"}  # fmt: skip
     if sharded in SHARDED_STATES[1:]:
         axes.append(f"{states[sharded]} sharded over {layout['shard']}")
-    recompute = {"none": "nothing recomputed", "selective": "a part recomputed", "full": "layers recomputed"}
+    recompute = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}
     weights = "float32" if found.run.weights == "float32" else "16 bits"
     return ", ".join(
         [*axes, f"{found.workload.precision} products, weights in {weights}", recompute[str(layout["recompute"])]]
@@ -114,7 +114,7 @@ def _verdict_text(found: RunForecast) -> str:
     if found.verdict == "does not fit":
         over = format_bytes(found.needed_bytes - found.device_bytes)
         return f"does not fit: {need} needed, {have} on each device, {over} too much"
-    return f"too close to say: {need} of {have} on each device, nearer than the forecast's own error"
+    return f"too close to say: {need} of {have} on each device, a margin below the forecast's error"
 
 
 def _whole_text(found: RunForecast) -> str:
@@ -127,7 +127,7 @@ def _change_text(checked: CheckedConfig) -> str:
     found, change = checked.found, checked.change
     if change is None:
         if found.verdict == "fits":
-            return f"none that plait tried makes a step shorter by more than {WORTH_SAYING:.0%}"
+            return f"none that plait tried shortens a step by more than {WORTH_SAYING:.0%}"
         return "none that plait tried is enough; it needs more or larger devices"
     after = change.after
     ratio = after.step_s / found.step_s - 1
@@ -140,7 +140,7 @@ def _change_text(checked: CheckedConfig) -> str:
 def _plait_text(checked: CheckedConfig) -> str:
     plaits = checked.plaits
     if isinstance(plaits, PlaitError):
-        return f"would not run this: {plaits}"
+        return f"cannot run this: {plaits}"
     values = _plait_values(plaits)
     base = " with its base in 16 bits" if checked.found.run.quantized_bits else ""
     return (

@@ -54,12 +54,12 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     assumed: list[str] = []
     adapter = word("adapter", values["adapter"]) if values.get("adapter") else ""
     if adapter not in ("", "lora", "qlora"):
-        raise PlaitError(f"adapter: {adapter} is not priced; plait knows lora and qlora")
+        raise PlaitError(f"adapter: {adapter} is not supported; plait can price lora and qlora")
     bits = one_of(values, {"load_in_4bit": 4, "load_in_8bit": 8})
     if adapter == "qlora" and bits is None and values.get("load_in_4bit") is None:
-        raise PlaitError("adapter: qlora needs load_in_4bit: true; without it, it is lora")
+        raise PlaitError("adapter: qlora needs load_in_4bit: true; add it, or write adapter: lora")
     if bits and not adapter:
-        raise PlaitError(f"load_in_{bits}bit: true quantizes all weights, and none would learn; add adapter: qlora")
+        raise PlaitError(f"load_in_{bits}bit: true quantizes all weights, so none would be trained; add adapter: qlora")
     names = found.pop("lora_target_modules", ())
     if adapter:
         found.setdefault("adapter_rank", 8)
@@ -75,11 +75,11 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     sharded: dict[str, Any] = {}
     if values.get("deepspeed"):
         if fsdp:
-            raise PlaitError("fsdp and deepspeed are both there and contradict each other; keep one")
+            raise PlaitError("fsdp and deepspeed contradict each other; keep one")
         stage = _DEEPSPEED_STAGE.search(str(values["deepspeed"]))
         if "sharded" not in overridden and not stage:
             raise PlaitError(
-                f"deepspeed: {values['deepspeed']} is a file whose ZeRO stage its name does not say; "
+                f"deepspeed: {values['deepspeed']} does not say the ZeRO stage by its name; "
                 "give sharded=optimizer (stage 1), sharded=gradients (2) or sharded=parameters (3)"
             )
         number = int(stage[1]) if stage else 0
@@ -89,7 +89,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
             "offloads_optimizer": offloads,
             "offloads_parameters": "all" in str(values["deepspeed"]) and offloads,
         }
-        assumed.append(f"ZeRO stage {number}, by the name of {values['deepspeed']}, which was not read")
+        assumed.append(f"ZeRO stage {number}, from the name of {values['deepspeed']}, which was not read")
     elif fsdp:
         offloads = any(_is_on_at(values, f"fsdp_config.{key}") for key in ("offload_params", "fsdp_offload_params"))
         sharded = {"sharded": "parameters", "offloads_parameters": offloads, "offloads_optimizer": offloads}
@@ -105,7 +105,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     if "samples" not in overridden and "steps" not in found:
         assumed.append("the number of examples is not in the file; give samples=NUMBER for the whole run's time")
     if not is_on(values, "sample_packing"):
-        assumed.append("every example is as long as sequence_len, which is the most that a batch can need")
+        assumed.append("every example is as long as sequence_len: an upper bound")
     return {
         "program": "axolotl",
         **sharded,
@@ -138,18 +138,18 @@ AXOLOTL = ConfigFormat(
     marks=("base_model",),
     describe=_describe,
     not_priced={
-        "rl": "preference and reinforcement learning, which need more than one pass",
-        "layer_offloading": "layers that wait in the host's memory",
-        "activation_offloading": "activations that wait in the host's memory",
+        "rl": "preference or reinforcement learning, with more than one pass",
+        "layer_offloading": "layers offloaded to the host's memory",
+        "activation_offloading": "activations offloaded to the host's memory",
         "qat": "quantization-aware training",
         "gptq": "GPTQ weights",
-        "relora": "adapters that are merged during training",
-        "lisa_n_layers": "layers that learn in turn",
-        "unfrozen_parameters": "weights of which a part learns",
-        "spectrum_top_fraction": "weights of which a part learns",
-        "lora_modules_to_save": "whole layers that learn beside the adapters",
+        "relora": "adapters merged during training",
+        "lisa_n_layers": "layers trained in turn",
+        "unfrozen_parameters": "weights trained in part",
+        "spectrum_top_fraction": "weights trained in part",
+        "lora_modules_to_save": "whole layers trained in addition to the adapters",
         "quantize_moe_experts": "quantized experts",
-        "tiled_mlp": "a feedforward in tiles",
+        "tiled_mlp": "a tiled feed-forward",
         "kd_trainer": "a teacher's logits",
         "expert_parallel_size": "experts on other devices",
         "peft_use_dora": "DoRA's norms",

@@ -1,4 +1,4 @@
-"""The smallest change of a configuration that helps: that makes a run fit, or that makes one that fits faster."""
+"""The smallest change of a configuration that makes a run fit, or that makes a run that fits faster."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from plait.foreign_configs.run_description import RunDescription
 from plait.machines.cluster import Cluster
 
 WORTH_SAYING = 0.03
-"""Share of a step's time below which a change is not proposed."""
+"""A change that saves less than this share of a step's time is not proposed."""
 SHORTEST_PROPOSED = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigChange:
-    """A change as the format writes it, and the run with it."""
+    """A change in the format's own notation, and the run with it."""
 
     text: str
     keeps_mathematics: bool
-    """Whether each step computes what it did before."""
+    """Whether each step computes the same as before."""
     after: RunForecast
 
 
@@ -31,10 +31,10 @@ Change = Callable[[RunForecast], RunDescription | None]
 
 
 def helpful_change(found: RunForecast, machines: Cluster, one: ConfigFormat) -> ConfigChange | None:
-    """The change that helps most for least; None where none does.
+    """The smallest change that helps; None if none does.
 
-    Where a run does not fit: of the single changes with which it does and that keep the mathematics the fastest; else
-    two of them; else one that changes the mathematics. Where it fits: the change with which a step is shortest.
+    If the run does not fit: the fastest single change that makes it fit and keeps the mathematics; else two such
+    changes; else one that changes the mathematics. If it fits: the change with the shortest step.
     """
     if found.verdict == "fits":
         faster = [change for change in _tried(found, machines, one, _FASTER) if change.after.verdict == "fits"]

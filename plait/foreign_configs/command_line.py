@@ -1,5 +1,5 @@
-"""A command line, or the shell script that builds one: its program, its launcher's options and its own. Variables,
-arrays and defaults of the script are filled in; conditions are not evaluated."""
+"""A command line, or the shell script that builds one: its program, its launcher's options and its own. The script's
+variables, arrays and defaults are filled in; conditions are not evaluated."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MOST_WORDS = 5_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """A program and its options, with the devices that its launcher is asked for."""
+    """A program and its options, with the devices that its launcher requests."""
 
     program: str
     """The script's file name, the module after `-m`, or a command such as "litgpt"."""
     arguments: tuple[str, ...]
-    """Words after the program that are no options."""
+    """Words after the program that are not options."""
     options: dict[str, Any]
-    """Values by option without its dashes: text, True for a true_or_false, a tuple of several words."""
+    """Values by option without dashes: text, True for an option without a value, a tuple for several words."""
     devices: int | None
     per_node: int | None
     launcher_file: str | None
@@ -40,7 +40,7 @@ class CommandLine:
 
 
 def command_line(text: str, where: str) -> CommandLine:
-    """The training command of a script or of a single line: of several the one with most options."""
+    """The training command of a script or of a single line: if there are several, the one with the most options."""
     found = [_parsed(words, where) for words in _commands(text, where)]
     usable = [one for one in found if one is not None]
     if not usable:
@@ -68,14 +68,15 @@ def _commands(text: str, where: str) -> Iterator[list[str]]:
             words = [part for word in words for part in (_words(word, where) if " --" in word else [word])]
         if len(words) > MOST_WORDS:
             raise PlaitError(
-                f"{where} has a command of more than {MOST_WORDS:,} words; no training command has as many"
+                f"{where} has a command of more than {MOST_WORDS:,} words; no training command is that long"
             )
         if any(word.startswith("--") for word in words):
             yield words
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Lines with those joined that a backslash, an open bracket of an array or an open quote continues."""
+    """Logical lines: physical lines joined where a backslash, an array's open bracket or an open quote continues
+    them."""
     kept = ""
     for line in text.replace("\\\r\n", "\\\n").splitlines():
         if not kept and line.lstrip().startswith("#"):
@@ -124,7 +125,7 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
 
 
 def _result(text: str, variables: dict[str, str], otherwise: str) -> str:
-    """A product or sum of whole numbers and variables."""
+    """A product or sum of integers and variables."""
     filled = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), text)
     parts = re.split(r"\s*([*+/-])\s*", filled.strip())
     if not all(part.isdecimal() and len(part) < 20 for part in parts[::2]):
@@ -142,7 +143,7 @@ def _words(text: str, where: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise PlaitError(f"{where} is not a command that can be read: {error}") from None
+        raise PlaitError(f"{where} is not a valid command: {error}") from None
 
 
 def _parsed(words: Sequence[str], where: str) -> CommandLine | None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: batch, precision, ZeRO stage and offloading; the model is the program's own."""
+"""DeepSpeed's JSON: batch, precision, ZeRO stage and offloading; the program itself defines the model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FIELDS: KeyFields = {
 
 
 def zero_fields(values: Values) -> dict[str, Any]:
-    """What the ZeRO stage and its offloading mean, for every program that takes DeepSpeed's file."""
+    """Fields for the ZeRO stage and its offloading, for every program that uses DeepSpeed's file."""
     stage = values.get("zero_optimization.stage", 0)
     if stage == "auto" or stage not in (0, 1, 2, 3):
-        raise PlaitError(f"zero_optimization.stage = {stage!r:.40} is none of 0, 1, 2 and 3")
+        raise PlaitError(f"zero_optimization.stage = {stage!r:.40} is not 0, 1, 2 or 3")
     moved = {
         what: word(key, values.get(f"zero_optimization.{key}.device", "none")) not in ("none", "")
         for what, key in (("offloads_optimizer", "offload_optimizer"), ("offloads_parameters", "offload_param"))
@@ -52,7 +52,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         "recompute": "none",
         "assumed": (
             *(() if optimizer else ("the optimizer is AdamW",)),
-            "nothing is recomputed unless the program says so (recompute=full)",
+            "nothing is recomputed; give recompute=full if the program does",
         ),
     }
 
@@ -64,14 +64,14 @@ DEEPSPEED = ConfigFormat(
     marks=("zero_optimization.stage", "train_micro_batch_size_per_gpu", "train_batch_size"),
     describe=_describe,
     not_priced={
-        "zero_optimization.zero_quantized_weights": "parameters travel in fewer bits",
-        "zero_optimization.zero_quantized_gradients": "gradients travel in fewer bits",
+        "zero_optimization.zero_quantized_weights": "parameters sent in fewer bits",
+        "zero_optimization.zero_quantized_gradients": "gradients sent in fewer bits",
         "compression_training": "compressed weights",
         "sparse_attention": "sparse attention",
         "curriculum_learning": "sequences of growing length",
         "progressive_layer_drop": "skipped layers",
-        "sequence_parallel_size": "sequences cut across devices",
-        "amp": "NVIDIA's AMP in place of 16-bit weights",
+        "sequence_parallel_size": "sequences split over devices",
+        "amp": "NVIDIA's AMP instead of 16-bit weights",
     },
     changes={
         "smaller micro-batch": _BATCH,

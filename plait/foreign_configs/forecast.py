@@ -1,4 +1,4 @@
-"""A described run on machines: whether it fits, how long a step takes, and what both consist of."""
+"""A described run on machines: whether it fits, how long a step takes, and a breakdown of both."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from plait.planner.step_time.step_time import estimate_step_time
 from plait.units import counted
 
 QUANTIZED_BYTES = {4: {"litgpt": 0.5625, "transformers": 0.5625, "axolotl": 0.5157}, 8: {}}
-"""Bytes of a quantized weight with its scales: a float32 for 64 weights (bitsandbytes' NF4), and where scales are
-quantized again an eighth of that."""
+"""Bytes per quantized weight with its scales: one float32 scale for 64 weights (bitsandbytes' NF4), or an eighth of
+that if scales are quantized again."""
 INT8_BYTES = 1.02
 DEQUANTIZED_TRAFFIC = 7.0
-"""Bytes of memory traffic with which a quantized weight is turned into 16 bits, for each pass over it."""
+"""Bytes of memory traffic to dequantize one weight to 16 bits, per pass over it."""
 LEAST_MARGIN = 0.08
-"""Share of the needed memory that must stay free before a run is said to fit: what forecasts of other programs are off
-by in the median (benchmarks/foreign_configs.py)."""
+"""Share of the needed memory that must stay free before a run is said to fit: the median error of forecasts for other
+programs (benchmarks/foreign_configs.py)."""
 MOST_SEQUENCES = 1 << 24
 FitVerdict = Literal["fits", "too close to say", "does not fit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunForecast:
-    """What a run needs of the machines that it uses."""
+    """A run's needs on the machines that it uses."""
 
     run: RunDescription
     workload: Workload
@@ -47,18 +47,18 @@ class RunForecast:
     """The devices that the run uses."""
     profile: SoftwareProfile
     layout: Mapping[str, int | str]
-    """Degrees, micro-batch and recomputation, by the names of `Candidates`."""
+    """Degrees, micro-batch and recomputation, named as in `Candidates`."""
     memory: Mapping[str, float]
     """Bytes on the fullest device by item."""
     allocated_bytes: float
-    """What the framework's allocator reports at most."""
+    """The peak that the framework's allocator reports."""
     time: Mapping[str, float]
     """Seconds of a step by item."""
     assumed: tuple[str, ...]
 
     @property
     def needed_bytes(self) -> float:
-        """What the device's own tool shows."""
+        """Memory as the device's own tool shows it."""
         return fsum(self.memory.values())
 
     @property
@@ -68,7 +68,7 @@ class RunForecast:
 
     @property
     def verdict(self) -> FitVerdict:
-        """Whether it fits, the forecast's own error considered."""
+        """Whether the run fits, given the forecast's error."""
         margin = 1 + max(LEAST_MARGIN, memory_error(self.workload, self.cluster))
         if self.needed_bytes * margin <= self.device_bytes:
             return "fits"
@@ -81,7 +81,7 @@ class RunForecast:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps of the whole run; None where nothing says how many."""
+        """Optimizer steps of the whole run; None if unknown."""
         run, batch = self.run, self.workload.batch_sequences
         if run.steps:
             return run.steps
@@ -93,13 +93,13 @@ class RunForecast:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one data-parallel rank in a step."""
+        """Micro-batches per data-parallel rank and step."""
         ranks = int(self.layout["replicate"]) * int(self.layout["shard"])
         return self.workload.batch_sequences // (ranks * int(self.layout["micro_sequences"]))
 
 
 def forecast(run: RunDescription, machines: Cluster) -> RunForecast:
-    """Price a run; raises PlaitError for what the description leaves open and for what cannot be laid out."""
+    """Price a run; raises PlaitError for values that the description lacks and for runs that cannot be laid out."""
     assumed = list(run.assumed)
     used = used_devices(run, machines)
     if run.devices is None and used.n_devices > 1:
@@ -116,7 +116,8 @@ def forecast(run: RunDescription, machines: Cluster) -> RunForecast:
         )
     candidates = Candidates.from_rows([layout])
     own = profile_of(run, workload, candidates)
-    profile = replace(own.for_cluster(used), memory_model="by share")  # on processors plait's own step is followed else
+    # For processors, the profile would otherwise follow plait's own step.
+    profile = replace(own.for_cluster(used), memory_model="by share")
     memory, allocated = _memory(run, workload, candidates, profile)
     return RunForecast(
         run=run,
@@ -136,7 +137,7 @@ def used_devices(run: RunDescription, machines: Cluster) -> Cluster:
     first = machines.islands[0]
     if any(island.device != first.device or island.speed != first.speed for island in machines.islands):
         raise PlaitError(
-            f"{machines.name} has devices of several kinds, and this program treats all as equal; name one kind with "
+            f"{machines.name} has devices of several kinds, but this program treats all alike; name one kind with "
             "--cluster"
         )
     if run.devices is None or run.devices == machines.n_devices:
@@ -144,7 +145,7 @@ def used_devices(run: RunDescription, machines: Cluster) -> Cluster:
     if run.devices > machines.n_devices:
         raise PlaitError(
             f"the configuration is for {counted(run.devices, 'device')}, and {machines.name} has "
-            f"{machines.n_devices}; name machines with as many with --cluster, or give devices={machines.n_devices}"
+            f"{machines.n_devices}; name machines with that many with --cluster, or give devices={machines.n_devices}"
         )
     per_node = min(first.per_node, run.per_node or first.per_node, run.devices)
     if run.devices % per_node:
@@ -191,16 +192,16 @@ def _batch(run: RunDescription, layout: Mapping[str, int | str]) -> tuple[int, i
     if micro is None and batch is not None:
         micro = max(batch // ranks // (run.accumulation or 1), 1)
     if micro is None:
-        raise PlaitError("the configuration does not say the micro-batch; give micro_sequences=NUMBER (per device)")
+        raise PlaitError("the configuration does not give the micro-batch; give micro_sequences=NUMBER (per device)")
     if max(micro, run.accumulation or 1, batch or 1) > MOST_SEQUENCES:
-        raise PlaitError(f"a batch of more than {MOST_SEQUENCES:,} sequences is not possible; write fewer")
+        raise PlaitError(f"a batch may have at most {MOST_SEQUENCES:,} sequences; write fewer")
     if batch is None:
         return micro, micro * (run.accumulation or 1) * ranks
     each = micro * ranks
     if run.accumulation and each * run.accumulation != batch:
         raise PlaitError(
             f"a batch of {batch} contradicts {micro} sequences × {run.accumulation} accumulated × {ranks} ranks = "
-            f"{each * run.accumulation}; leave one of the three out, or give devices=NUMBER"
+            f"{each * run.accumulation}; remove one of the three, or give devices=NUMBER"
         )
     if batch % each:
         if run.program == "litgpt" and batch > each:  # it rounds down
@@ -266,7 +267,8 @@ def _memory(
 
 
 def _sharded_weights(run: RunDescription, candidates: Candidates, profile: SoftwareProfile) -> float:
-    """Share of the optimizer's bytes that is the sharded weights, which stay where its state is offloaded."""
+    """Share of the optimizer's bytes for sharded weights, which stay on the device if the optimizer state is
+    offloaded."""
     if run.adapter_rank or not candidates.is_fully_sharded[0] or profile.weight_bytes == 4:
         return 0.0
     return (4.0 if run.weights == "float32" else 2.0) / profile.state_bytes
@@ -275,8 +277,8 @@ def _sharded_weights(run: RunDescription, candidates: Candidates, profile: Softw
 def _sharded_over_context(
     run: RunDescription, workload: Workload, candidates: Candidates
 ) -> tuple[Workload, Candidates]:
-    """Where parameters are sharded over the ranks that cut a sequence alone, the same memory with sequences that are
-    shorter in place of cut: candidates shard over an axis of at least two."""
+    """Candidates shard only over an axis of at least two. If parameters are sharded over context-parallel ranks alone,
+    this is the equivalent with shorter sequences instead of split ones, which needs the same memory."""
     context = int(candidates.context[0])
     if run.sharded != "parameters" or int(candidates.shard[0]) > 1 or context == 1:
         return workload, candidates
@@ -286,7 +288,7 @@ def _sharded_over_context(
 
 
 def _frozen_weights(workload: Workload, candidates: Candidates) -> float:
-    """Frozen weights of layers on one rank."""
+    """Frozen weights of the layers on one rank."""
     common, experts = layer_parameters(workload, candidates)
     ranks = float(candidates.shard[0]) if candidates.is_fully_sharded[0] else 1.0
     return workload.layers * float(common[0] + experts[0]) / ranks / float(candidates.pipeline[0])
@@ -303,7 +305,7 @@ def _time(
 ) -> dict[str, float]:
     priced = estimate_step_time(CostInputs(workload=workload, cluster=used, candidates=candidates, profile=profile))
     items = {name: float(getattr(priced, name)[0]) for name in TIME_NAMES}
-    items["bubble"] += float(priced.step_s[0]) - fsum(items.values())  # stragglers, where a profile has them
+    items["bubble"] += float(priced.step_s[0]) - fsum(items.values())  # stragglers, if a profile has them
     if run.quantized_bits:
         ranks = float(candidates.data_parallel_degree[0]) * float(candidates.micro_sequences[0])
         passes = (3 if run.recompute == "full" else 2) * workload.batch_sequences / ranks

@@ -1,5 +1,5 @@
-"""What each program makes of its devices: its profile, with the numbers that a configuration keeps weights, gradients
-and optimizer state in, and what it holds at times that no other program does."""
+"""How each program uses its devices: its profile, the precision of weights, gradients and optimizer state that a
+configuration sets, and memory that only this program holds."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _MOMENTS: Mapping[str, tuple[float, float]] = {
     "lion": (4.0, 0.0), "lion_32bit": (4.0, 0.0), "lion_8bit": (1.0, 0.0), "paged_lion_8bit": (1.0, 0.0),
     "paged_lion_32bit": (4.0, 0.0), "rmsprop": (4.0, 0.0), "adagrad": (4.0, 0.0),
 }  # fmt: skip
-"""Bytes of an optimizer's two moments for each weight in float32; moments of four bytes have two where the weight has
-two, unless float32 weights are kept beside it."""
+"""Bytes of an optimizer's two moments per weight in float32. With 16-bit weights, four-byte moments shrink to two
+bytes, unless float32 master weights are kept."""
 _OWN_NUMBERS: tuple[ForeignProgram, ...] = ("torchtitan", "torchtitan 2024", "megatron", "megatron 2021")
-"""Programs whose profile says how they keep numbers; the configuration does not change it."""
+"""Programs whose profile fixes the precision of each number; the configuration does not change it."""
 ADAPTER_STATE_BYTES = 12
-"""An adapter's weight beyond its 16-bit copy, and its moments, all of which PEFT keeps in float32."""
+"""Bytes of an adapter's weight beyond its 16-bit copy, and of its moments; PEFT keeps all of them in float32."""
 
 
 def knows_optimizer(name: str) -> bool:
@@ -58,33 +58,33 @@ def knows_optimizer(name: str) -> bool:
 
 
 KEEPS_16_BITS: tuple[ForeignProgram, ...] = ("torchtitan", "torchtitan 2024")
-"""Programs whose products in 8 bits keep what they read in 16 for the backward pass (torchtitan's tables: 77.0 and
-76.8 GiB)."""
+"""Programs whose 8-bit products keep their inputs in 16 bits for the backward pass (torchtitan's tables: 77.0 and 76.8
+GiB)."""
 LOGIT_BYTES_IN_PIECES, LOGITS_IN_PIECES = 1.0, 2.0**27
-"""A fused loss holds a part of the logits at a time."""
+"""A fused loss keeps only a part of the logits at a time."""
 QUANTIZED_KEPT = 15.0
-"""Bytes that litgpt keeps per token, layer and unit of width where the layers' matrices are quantized: copies of what
-they read, in the numbers that they compute in. By its tables of four models (13 to 18), October 2023."""
+"""Bytes that litgpt keeps per token, layer and unit of width if the layers' matrices are quantized: copies of their
+inputs in the compute dtype. From its tables for four models (13 to 18), October 2023."""
 NORM_COPIES = 7.0
-"""The same of an RMSNorm computed in float32 by single operations; by its tables of Llama 2."""
+"""The same for an RMSNorm computed in float32 by separate operations; from its tables for Llama 2."""
 
 
 def profile_of(run: RunDescription, workload: Workload, candidates: Candidates) -> SoftwareProfile:
-    """The profile that a run is priced with."""
+    """The profile with which a run is priced."""
     profile = PROFILES[run.program]
     if run.program in ("torchtitan", "torchtitan 2024") and not run.compiled:
         profile = TORCHTITAN_EAGER
     if run.loss == "in pieces":
         profile = replace(profile, logit_copies_bytes=LOGIT_BYTES_IN_PIECES, logits_at_once=LOGITS_IN_PIECES)
     if run.adapter_rank and run.program == "litgpt":
-        # A frozen matrix does not need what it reads: without a gate, the activation's result is not kept.
+        # A frozen matrix does not need its input: without a gate, the activation's result is not kept.
         held = profile.stream_held_bytes + (NORM_COPIES if workload.gated else -2.0 * workload.ffn / workload.width)
         profile = replace(profile, stream_held_bytes=held)
     return _with_numbers(profile, run, bool(candidates.is_fully_sharded[0]))
 
 
 def held_besides(run: RunDescription, workload: Workload, candidates: Candidates) -> dict[str, float]:
-    """Bytes by item that a program holds and its profile does not count."""
+    """Bytes by item that a program holds but its profile does not count."""
     found = {"parameters": 0.0, "gradients": 0.0, "gathered": 0.0, "activations": 0.0}
     common, experts = layer_parameters(workload, candidates)
     stage = workload.layers * float(common[0] + experts[0]) / float(candidates.pipeline[0])
@@ -93,7 +93,7 @@ def held_besides(run: RunDescription, workload: Workload, candidates: Candidates
     if run.program == "litgpt" and run.quantized_bits and run.recompute == "none":
         found["activations"] += QUANTIZED_KEPT * workload.width * workload.layers * tokens
     if run.program == "litgpt" and shard > 1 and not run.adapter_rank and _accumulates(workload, candidates):
-        # Gradients are summed over ranks once a step, and until then whole on each (FSDP's no_sync).
+        # Gradients are summed over ranks once per step, and are whole on each rank until then (FSDP's no_sync).
         found["gradients"] += 2.0 * workload.parameters * (1 - 1 / shard)
     if run.program in ("torchtitan", "torchtitan 2024") and run.layout.pipeline > 1 and shard > 1:
         # In a pipeline, weights stay gathered (16 bits) and gradients whole (32 bits) until all micro-batches are done.
@@ -102,7 +102,7 @@ def held_besides(run: RunDescription, workload: Workload, candidates: Candidates
 
 
 def loading_bytes(run: RunDescription, workload: Workload, candidates: Candidates) -> float:
-    """Bytes on a device while a program loads a model before it shards it; 0 where it loads it in parts."""
+    """Bytes on a device while a program loads a model before sharding it; 0 if it loads the model in parts."""
     shard = float(candidates.shard[0])
     if run.program != "litgpt" or shard == 1:
         return 0.0
@@ -115,7 +115,7 @@ def _accumulates(workload: Workload, candidates: Candidates) -> bool:
 
 
 def _with_numbers(profile: SoftwareProfile, run: RunDescription, is_fully_sharded: bool) -> SoftwareProfile:
-    """The profile with the numbers in which this run keeps weights, gradients and optimizer state."""
+    """The profile with this run's precision of weights, gradients and optimizer state."""
     moments = _MOMENTS.get(run.optimizer.replace("-", "_"), _MOMENTS["adamw"])
     if run.program in _OWN_NUMBERS:
         state = profile.state_bytes - 8 + int(sum(moments))
@@ -129,5 +129,5 @@ def _with_numbers(profile: SoftwareProfile, run: RunDescription, is_fully_sharde
     if run.has_master_weights:
         return replace(profile, weight_bytes=2, gradient_bytes=2, state_bytes=4 + int(sum(moments)))
     narrow = sum(min(one, 2.0) for one in moments)
-    # Sharded weights are priced as the optimizer's own: here the 16-bit weight itself.
+    # Sharded weights count as optimizer state: here the 16-bit weight itself.
     return replace(profile, weight_bytes=2, gradient_bytes=2, state_bytes=int(narrow) + (2 if is_fully_sharded else 0))

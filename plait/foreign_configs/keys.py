@@ -1,4 +1,4 @@
-"""From keys to fields: the small tables that describe a format, and the checks that all formats share."""
+"""From keys to fields: the small tables that describe a format, and the checks shared by all formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from plait.layout import Layout
 Values = Mapping[str, Any]
 Convert = Callable[[str, Any], Any]
 KeyFields = Mapping[str, tuple[str, Convert]]
-"""For each key what it sets, a field of RunDescription or a degree of its layout, and what reads its value."""
+"""For each key, the field of RunDescription or degree of its layout that it sets, and the function that reads its
+value."""
 _DEGREES = ("pipeline", "shard", "context", "tensor", "expert")
 _LARGEST = 1 << 50
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
@@ -28,17 +29,18 @@ class ConfigFormat:
     """A format of configurations."""
 
     name: str
-    """As the program's users call it."""
+    """The name that the program's users know."""
     known: str
     """The list of its keys in known_keys/."""
     marks: tuple[str, ...]
-    """Keys that no other format has; one of them is enough to recognise it."""
+    """Keys that no other format has; one of them is enough to recognize it."""
     describe: Callable[[Values, Collection[str]], dict[str, Any]]
-    """The fields of a RunDescription and the degrees of its layout; gets the values, and what a person overrides."""
+    """The fields of a RunDescription and the degrees of its layout, given the values and the fields that the user
+    overrides."""
     not_priced: Mapping[str, str]
-    """Keys that change memory or time by an amount that the forecast does not know, with what they do."""
+    """Keys that change memory or time by an amount unknown to the forecast, with their effect."""
     changes: Mapping[str, str]
-    """For each change that plait may propose (changes.py), how it is written in this format."""
+    """The notation in this format of each change that plait may propose (changes.py)."""
 
     @property
     def known_keys(self) -> frozenset[str]:
@@ -52,7 +54,7 @@ def _known_keys(name: str) -> frozenset[str]:
 
 
 def is_known(key: str, known: Collection[str]) -> bool:
-    """Whether a dotted key, or a table that it lies in, is one of these."""
+    """Whether a dotted key, or a table that contains it, is one of these."""
     parts = key.split(".")
     inside = {name.rpartition(".")[0] for name in known if "." in name}
     for size in range(len(parts), 0, -1):
@@ -65,7 +67,7 @@ def is_known(key: str, known: Collection[str]) -> bool:
 
 
 def description(one: ConfigFormat, values: Values, overridden: Collection[str] = ()) -> RunDescription:
-    """The run that the values of a format describe."""
+    """The run described by a format's values."""
     known = one.known_keys
     unknown = [key for key in values if not is_known(key, known)]
     without = [f"{key} ({what})" for key, what in one.not_priced.items() if _is_set(values, key)]
@@ -93,7 +95,7 @@ def _named(key: str, known: Collection[str]) -> str:
 
 
 def fields_of_keys(values: Values, fields: KeyFields, overridden: Collection[str] = ()) -> dict[str, Any]:
-    """The fields that these keys set; raises PlaitError where two keys contradict each other."""
+    """The fields that these keys set; raises PlaitError if two keys contradict each other."""
     found: dict[str, Any] = {}
     source: dict[str, str] = {}
     for key, (name, convert) in fields.items():
@@ -111,7 +113,7 @@ def fields_of_keys(values: Values, fields: KeyFields, overridden: Collection[str
 
 
 def whole(key: str, value: Any) -> int | None:
-    """A number of things; None for "auto" and for -1, by which programs mean that they choose."""
+    """A count; None for "auto" and for -1, with which programs leave the choice to themselves."""
     _refuse_placeholder(key, value)
     if isinstance(value, str) and value.strip().lower() in ("auto", "none", "null"):
         return None
@@ -120,7 +122,7 @@ def whole(key: str, value: Any) -> int | None:
     except (TypeError, ValueError, OverflowError):
         number = None
     if number is None or number != number or abs(number) > _LARGEST or number != int(number):
-        raise PlaitError(f"{key} = {value!r:.60} is no number; write a whole number")
+        raise PlaitError(f"{key} = {value!r:.60} is not a whole number; write one")
     if number == -1:
         return None
     if number < 1:
@@ -129,7 +131,7 @@ def whole(key: str, value: Any) -> int | None:
 
 
 def whole_or_none(key: str, value: Any) -> int | None:
-    """The same where 0 means that a thing is not used."""
+    """A count, or None for 0, which means that a feature is off."""
     return None if value in (0, "0", False, "") else whole(key, value)
 
 
@@ -139,12 +141,12 @@ def amount(key: str, value: Any) -> float | None:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise PlaitError(f"{key} = {value!r:.60} is no number; write one") from None
+        raise PlaitError(f"{key} = {value!r:.60} is not a number; write one") from None
     return number if 0 < number < _LARGEST else None
 
 
 def true_or_false(key: str, value: Any) -> bool:
-    """Yes or no, as YAML, JSON and command lines write it; "auto" is yes."""
+    """True or false in the spellings of YAML, JSON and command lines; "auto" is true."""
     _refuse_placeholder(key, value)
     if isinstance(value, bool):
         return value
@@ -153,17 +155,17 @@ def true_or_false(key: str, value: Any) -> bool:
         return True
     if text in _NO:
         return False
-    raise PlaitError(f"{key} = {value!r:.60} is neither true nor false")
+    raise PlaitError(f"{key} = {value!r:.60} is not true or false; write one of them")
 
 
 def word(key: str, value: Any) -> str:
-    """A word, in small letters."""
+    """A word in lowercase."""
     _refuse_placeholder(key, value)
     return str(value).strip().lower()
 
 
 def as_written(key: str, value: Any) -> str:
-    """A name or a path, as it is written."""
+    """A name or path, unchanged."""
     _refuse_placeholder(key, value)
     return str(value).strip()
 
@@ -175,24 +177,24 @@ def words(key: str, value: Any) -> tuple[str, ...]:
         return tuple(value.replace(",", " ").split())
     if isinstance(value, list | tuple):
         return tuple(str(one) for one in value)
-    raise PlaitError(f"{key} = {value!r:.60} is no list of words")
+    raise PlaitError(f"{key} = {value!r:.60} is not a list of words; write one")
 
 
 def _refuse_placeholder(key: str, value: Any) -> None:
     if isinstance(value, Placeholder):
         raise PlaitError(
-            f"{key} is {str(value)!r:.80}, which only running it would replace; write its value there, or give it on "
+            f"{key} is {str(value)!r:.80}, which is known only when it runs; write its value there, or give it on "
             "the command line (see the list of names with: plait check --help)"
         )
 
 
 def is_on(values: Values, key: str) -> bool:
-    """Whether a key is there and means yes."""
+    """Whether a key is present and true."""
     return values.get(key) is not None and true_or_false(key, values[key])
 
 
 def one_of(values: Values, choices: Mapping[str, Any]) -> Any:
-    """The value of the one key that is on; raises PlaitError where several are."""
+    """The value of the one key that is on; raises PlaitError if several are."""
     on = [key for key in choices if is_on(values, key)]
     if len({choices[key] for key in on}) > 1:
         raise PlaitError(f"{' and '.join(on)} are both on and contradict each other; keep one")

@@ -56,7 +56,7 @@ _PRECISIONS = {
     "32-true": ("float32", "float32"),
 }
 _EXAMPLES = {"alpaca2k": 2_000 - 100, "alpaca": 51_760 - 2_000}
-"""Training examples of litgpt's own data sets, without what it holds back."""
+"""Training examples of litgpt's own data sets, without its validation split."""
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
@@ -81,17 +81,19 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     if not said:
         assumed.append("precision is bf16-true, which litgpt chooses on GPUs that have bf16")
     if precision not in _PRECISIONS:
-        raise PlaitError(f"precision: {precision} is not priced; write {', '.join(_PRECISIONS)}")
+        raise PlaitError(f"precision: {precision} is not supported; write {', '.join(_PRECISIONS)}")
     multiplied, weights = _PRECISIONS[precision]
     bits = 0
     if values.get("quantize"):
         quantize = word("quantize", values["quantize"])
         if not quantize.startswith(("bnb.nf4", "bnb.fp4", "bnb.int8")):
             raise PlaitError(
-                f"quantize: {quantize} is not priced; plait knows bnb.nf4, bnb.fp4, their -dq, and bnb.int8"
+                f"quantize: {quantize} is not supported; plait can price bnb.nf4, bnb.fp4, their -dq, and bnb.int8"
             )
         if not rank:
-            raise PlaitError("quantize freezes all weights, and none would learn without adapters; use finetune_lora")
+            raise PlaitError(
+                "quantize freezes all weights, so without adapters none would be trained; use finetune_lora"
+            )
         bits = 8 if "int8" in quantize else 4
     pretrains = values.get("model_name") is not None or bool(shape)
     devices = found.get("devices", 1)
@@ -102,14 +104,14 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     if isinstance(optimizer, str):
         found["optimizer"] = optimizer.rpartition(".")[2].lower()
     if not pretrains:
-        assumed.append("every example is as long as train.max_seq_length, which is the most that a batch can need")
+        assumed.append("every example is as long as train.max_seq_length: an upper bound")
     return {
         "program": "litgpt",
         **found,
         "precision": multiplied,
         "weights": weights,
         "quantized_bits": bits,
-        # On several devices all of it shards parameters, and finetuning then recomputes each layer as well.
+        # On several devices, all of litgpt shards parameters, and finetuning also recomputes each layer.
         "sharded": "parameters" if devices > 1 else "nothing",
         "recompute": "full" if devices > 1 and not pretrains else "none",
         "loss": "all logits",
@@ -124,8 +126,8 @@ LITGPT = ConfigFormat(
     marks=("train.micro_batch_size", "train.global_batch_size", "train.max_seq_length"),
     describe=_describe,
     not_priced={
-        "lora_head": "an adapter beside the head",
-        "train.tie_embeddings": "another embedding than the model's",
+        "lora_head": "an adapter on the head",
+        "train.tie_embeddings": "tied embeddings that differ from the model's",
     },
     changes={
         "smaller micro-batch": "train.micro_batch_size: {micro}",

@@ -51,7 +51,7 @@ _MODEL_FIELDS: KeyFields = {
 _GPT2_VOCABULARY = 50_257
 _OF_2021 = ("checkpoint-activations", "activations-checkpoint-method", "activations-checkpoint-num-layers", "DDP-impl",
             "checkpoint-num-layers", "model-parallel-size", "distribute-checkpointed-activations")  # fmt: skip
-"""Options that went in 2022: they date the program."""
+"""Options that were removed in 2022: they date the program."""
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _recompute(values: Values) -> str:
     if granularity:
         text = word("recompute-granularity", granularity)
         if text not in ("full", "selective"):
-            raise PlaitError(f"--recompute-granularity {text} is neither full nor selective")
+            raise PlaitError(f"--recompute-granularity {text} is not full or selective; write one of them")
         return text
     if is_on(values, "recompute-activations"):
         return "selective"
@@ -149,18 +149,18 @@ MEGATRON_ARGUMENTS = ConfigFormat(
     describe=_describe,
     not_priced={
         "multi-latent-attention": "latent attention",
-        "cpu-offloading": "activations that wait in the host's memory",
-        "fine-grained-activation-offloading": "activations that wait in the host's memory",
-        "mtp-num-layers": "prediction ahead",
-        "recompute-num-layers": "recomputation of a part of the layers, priced as of all",
-        "decoder-first-pipeline-num-layers": "another number of layers in the first stage",
-        "decoder-last-pipeline-num-layers": "another number of layers in the last stage",
-        "pipeline-model-parallel-layout": "stages of their own sizes",
-        "moe-layer-freq": "layers without experts among those with",
+        "cpu-offloading": "activations offloaded to the host's memory",
+        "fine-grained-activation-offloading": "activations offloaded to the host's memory",
+        "mtp-num-layers": "multi-token prediction",
+        "recompute-num-layers": "recompute of some layers, priced as of all",
+        "decoder-first-pipeline-num-layers": "a different number of layers in the first stage",
+        "decoder-last-pipeline-num-layers": "a different number of layers in the last stage",
+        "pipeline-model-parallel-layout": "stages of unequal size",
+        "moe-layer-freq": "some layers without experts",
         "use-precision-aware-optimizer": "optimizer state in fewer bits",
         "hybrid-override-pattern": "state-space layers",
         "is-hybrid-model": "state-space layers",
-        "moe-expert-capacity-factor": "tokens that are dropped",
+        "moe-expert-capacity-factor": "dropped tokens",
         "window-size": "sliding windows",
     },
     changes={
@@ -168,7 +168,7 @@ MEGATRON_ARGUMENTS = ConfigFormat(
         "larger micro-batch": "--micro-batch-size {micro}",
         "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "selective recompute": "--recompute-activations",
-        "no recompute": "no recomputation (leave --recompute-… out)",
+        "no recompute": "no recompute (remove --recompute-…)",
         "shard optimizer": "--use-distributed-optimizer",
         "sequence parallel": "--sequence-parallel",
         "more tensor parallel": "--tensor-model-parallel-size {tensor}",

@@ -1,4 +1,4 @@
-"""The model that a configuration only names: from a list of public models, or from a config.json of transformers."""
+"""The model that a configuration refers to by name: from a list of public models, or from transformers' config.json."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _WORDS = (
     r"(?:[-_](?:hf|base|instruct|chat|it|pt|bnb-4bit|bnb|4bit|sft|unsloth|fp16|bf16|\d{4}|v0[.][12]|v\d+[.]?\d*|rl|think|"
     r"intermediate-step.*|4k|128k))*"
 )
-"""Words of a hub id behind the model's own name."""
+"""Words of a hub id after the model's own name."""
 
 
 def model_numbers(model: str) -> Mapping[str, Any]:
-    """Numbers of a named model by the fields of `Workload`; raises PlaitError, with what to give, for one that is not
-    known."""
+    """Sizes of a named model, by field of `Workload`; raises PlaitError, with what to give, for an unknown one."""
     path = Path(model)
     config = path / "config.json" if path.is_dir() else path
     if config.is_file():
@@ -56,7 +55,7 @@ def _of_config(file: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise PlaitError(f"{file} cannot be read: {error}") from None
     if not isinstance(values, dict):
-        raise PlaitError(f"{file} is no config.json of transformers: it holds no object")
+        raise PlaitError(f"{file} is not a config.json of transformers: it is not a JSON object")
     found = workload_of(shape_of_config(values), sequence=1, batch_sequences=1)
     return {name: getattr(found, name) for name in _OF_SHAPE}
 
@@ -71,8 +70,8 @@ MOST_MODEL_LAYERS = 10_000
 
 
 def workload_numbers(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with what follows from them: a head's width, a gate, a head of its own. Raises PlaitError for numbers
-    that do not go together."""
+    """The sizes, completed by those that follow from them: head width, gate, a separate head. Raises PlaitError if they
+    contradict each other."""
     numbers = dict(shape)
     missing = [name for name in ("layers", "width", "heads", "vocabulary") if name not in numbers]
     if missing:
@@ -84,18 +83,16 @@ def workload_numbers(shape: Mapping[str, Any]) -> dict[str, Any]:
         numbers["head_width"] = numbers["width"] // heads
     numbers.setdefault("kv_heads", heads)
     if heads % numbers["kv_heads"]:
-        raise PlaitError(
-            f"{numbers['kv_heads']} heads of keys do not divide {heads} heads of queries; change one of them"
-        )
+        raise PlaitError(f"{numbers['kv_heads']} key heads do not divide {heads} query heads; change one of them")
     numbers.setdefault("ffn", 4 * numbers["width"])
     numbers.setdefault("gated", True)
     numbers.setdefault("tied", False)
     if numbers.get("layers", 1) > MOST_MODEL_LAYERS:
         layers = numbers["layers"]
-        raise PlaitError(f"{layers} layers are more than any model has; write {MOST_MODEL_LAYERS:,} or fewer")
+        raise PlaitError(f"{layers} layers are too many; write {MOST_MODEL_LAYERS:,} or fewer")
     return numbers
 
 
 def model_size_of(shape: Mapping[str, Any]) -> int:
-    """Weights of a model of these numbers."""
+    """Number of weights of a model of these sizes."""
     return Workload(**workload_numbers(shape), sequence=1, batch_sequences=1).parameters

@@ -1,4 +1,4 @@
-"""Keyword values of a configuration in Python's source, which is parsed and never executed: a call such as
+"""Keyword values of a configuration in Python source, which is parsed and never executed: from a call such as
 `SFTConfig(...)`, or a dataclass with defaults."""
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from plait.errors import PlaitError
 from plait.foreign_configs.syntax import Placeholder
 
 CONFIGURATIONS = ("TrainingArguments", "SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig")
-"""Classes of transformers and TRL whose arguments are read, subclasses by these names among them."""
+"""Classes of transformers and TRL whose arguments are read, including subclasses with these names."""
 _BESIDE = ("LoraConfig", "ModelConfig", "BitsAndBytesConfig")
 _PEFT_NAMES = {"r": "lora_r", "target_modules": "lora_target_modules"}
 
 
 def python_values(text: str, where: str) -> dict[str, Any]:
-    """Values by keyword; what is not a literal or a constant of the file is a Placeholder."""
+    """Values by keyword; a value that is neither a literal nor a constant of the file is a Placeholder."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise PlaitError(f"{where} is not Python that can be read: {error}") from None
+        raise PlaitError(f"{where} is not valid Python: {error}") from None
     constants = {name: value for name, value in _constants(tree) if not isinstance(value, Placeholder)}
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
@@ -47,7 +47,7 @@ def python_values(text: str, where: str) -> dict[str, Any]:
             found |= {key: value for key, value in _fields(node, constants) if value is not None}
     if not found:
         raise PlaitError(
-            f"{where} has neither a call of {', '.join(CONFIGURATIONS[:3])} … nor a dataclass with defaults; name the "
+            f"{where} has neither a call of {', '.join(CONFIGURATIONS[:3])} … nor a dataclass with defaults; give a "
             "file that has one, or give the arguments as JSON"
         )
     return found

@@ -1,5 +1,5 @@
-"""A configuration's text into the run that it describes: which format it is, what it says, and what a person says
-beside it."""
+"""Turns a configuration's text into the run that it describes: recognizes the format, reads it, and applies the user's
+overrides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plait.regular_file import SMALL_FILE_BYTES, read_regular_text
 
 FORMATS = (AXOLOTL, LITGPT, TORCHTITAN_TOML, DEEPSPEED, TRAINING_ARGUMENTS, MEGATRON_ARGUMENTS)
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json", ".sh", ".slurm", ".sbatch")
-"""Files that are configurations by their name."""
+"""Suffixes of files that are configurations."""
 _CONFIG_OPTIONS = ("config", "config_file", "job.config_file", "config-file")
 OVERRIDES: Mapping[str, tuple[str, Any]] = {
     "model": ("a model's name, or the path of its config.json", as_written),
@@ -33,17 +33,17 @@ OVERRIDES: Mapping[str, tuple[str, Any]] = {
     "accumulation": ("micro-batches that are accumulated", whole),
     "batch_sequences": ("sequences of a step on all devices", whole),
     "devices": ("devices that the run uses", whole),
-    "sharded": ("what data-parallel ranks share out: nothing, optimizer, gradients, parameters", word),
+    "sharded": ("what data-parallel ranks shard: nothing, optimizer, gradients, parameters", word),
     "recompute": ("none, selective, full", word),
-    "weights": ("float32 or bf16: numbers in which weights are kept", word),
+    "weights": ("float32 or bf16: the precision of stored weights", word),
     "optimizer": ("the optimizer's name", word),
     "attention": ("flash or unfused", word),
-    "vocabulary": ("tokens of the vocabulary", whole),
+    "vocabulary": ("size of the vocabulary", whole),
     "steps": ("optimizer steps of the run", whole),
     "samples": ("training examples of an epoch", whole),
     "epochs": ("passes over the examples", amount),
 }
-"""What a person may say beside the file, with what reads it."""
+"""Values that the user may give in addition to the file, with the function that reads each."""
 _WORDS = {
     "sharded": ("nothing", "optimizer", "gradients", "parameters"),
     "recompute": ("none", "selective", "full"),
@@ -53,9 +53,9 @@ _WORDS = {
 
 
 def is_configuration(target: str, said: Sequence[str] = (), *, names_machines: bool = False) -> bool:
-    """Whether the first word of `plait check` names a configuration, and not a program to run.
+    """Whether the first word of `plait check` names a configuration rather than a program to run.
 
-    A Python file is a program, unless machines are named or something is said that no program would understand.
+    A Python file is a program, unless machines are named or an argument is an override that only a configuration has.
     """
     if Path(target).suffix.lower() == ".py":
         return names_machines or (bool(said) and all(text.partition("=")[0] in OVERRIDES for text in said))
@@ -63,9 +63,9 @@ def is_configuration(target: str, said: Sequence[str] = (), *, names_machines: b
 
 
 def read_configuration(target: str, overrides: Sequence[str] = ()) -> tuple[str, RunDescription]:
-    """The name of the format of a file, or of a command line in one text, and the run that it describes.
+    """The format's name and the described run, of a file or of a command line given as one text.
 
-    Raises PlaitError in one sentence for what cannot be read, recognised or reconciled.
+    Raises PlaitError, in one sentence, for text that cannot be read, recognized or reconciled.
     """
     said = _overrides(overrides)
     path = Path(target)
@@ -109,7 +109,7 @@ def _of_values(
     if not likely:
         names = "; ".join(f"{one.name} has {' or '.join(one.marks[:3])}" for one in among)
         others = ", ".join(one.name for one in FORMATS)
-        raise PlaitError(f"{where} is of no format that plait knows ({names}); it reads: {others}")
+        raise PlaitError(f"{where} is in no format that plait knows ({names}); it reads: {others}")
     chosen = max(likely, key=lambda one: sum(is_known(key, one.known_keys) for key in values))
     return chosen.name, _with(description(chosen, values, said.keys()), said)
 
@@ -122,13 +122,13 @@ def _of_command(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> 
             return found[0], _on_devices(found[1], command, said)
     flags = {key.replace("_", "-"): value for key, value in options.items()}
     if len(flags) < len(options):
-        raise PlaitError("an option stands there twice, with - and with _; keep one")
+        raise PlaitError("an option is given twice, with - and with _; keep one")
     megatron = sum(mark in flags for mark in MEGATRON_ARGUMENTS.marks)
     trainer = {key.replace("-", "_"): value for key, value in options.items()}
     hugging = sum(mark in trainer for mark in TRAINING_ARGUMENTS.marks)
     if not megatron and not hugging:
         raise PlaitError(
-            f"{command.program} is of no format that plait knows: its options name neither --num-layers and "
+            f"{command.program} is in no format that plait knows: its options include neither --num-layers and "
             "--micro-batch-size (Megatron) nor --per_device_train_batch_size (transformers, TRL)"
         )
     one, values = (MEGATRON_ARGUMENTS, flags) if megatron >= hugging else (TRAINING_ARGUMENTS, trainer)
@@ -142,7 +142,7 @@ def _of_command(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> 
 
 
 def _of_named_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> tuple[str, RunDescription] | None:
-    """What a command's configuration file says, with the command's own options in place of the file's."""
+    """The run of a command's configuration file, with the command's own options taking precedence over the file."""
     named = next((command.options[key] for key in _CONFIG_OPTIONS if isinstance(command.options.get(key), str)), None)
     words = [one for one in command.arguments if Path(one).suffix.lower() in (".yaml", ".yml", ".toml")]
     file = named or (words[0] if words else None)
@@ -150,7 +150,7 @@ def _of_named_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) 
         return None
     path = folder / file
     if not path.is_file():
-        raise PlaitError(f"the command reads {file}, which is not there; name that file in place of the command")
+        raise PlaitError(f"the command reads {file}, which does not exist; name that file instead of the command")
     text = _text_of(path)
     own = {key: value for key, value in command.options.items() if key not in _CONFIG_OPTIONS}
     if path.suffix.lower() == ".toml":
@@ -161,14 +161,14 @@ def _of_named_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) 
 
 
 def _launcher_values(path: Path, name: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the file of `accelerate launch` says; nothing where it is missing and a person says what is sharded."""
+    """Values of the file of `accelerate launch`; none if it is missing and the user says what is sharded."""
     if path.is_file():
         return yaml_values(_text_of(path), str(path))
     if "sharded" in said:
         return {}
     raise PlaitError(
-        f"accelerate reads {name}, which is not there; give sharded=nothing (DDP), sharded=parameters (FSDP, ZeRO-3), "
-        "sharded=gradients (ZeRO-2) or sharded=optimizer (ZeRO-1)"
+        f"accelerate reads {name}, which does not exist; give sharded=nothing (DDP), sharded=parameters (FSDP, "
+        "ZeRO-3), sharded=gradients (ZeRO-2) or sharded=optimizer (ZeRO-1)"
     )
 
 
@@ -184,19 +184,19 @@ def _overrides(texts: Sequence[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or key not in OVERRIDES:
             raise PlaitError(
-                f"{text!r:.60} is none of what can be said beside a file: {', '.join(f'{k}=…' for k in OVERRIDES)}"
+                f"{text!r:.60} is not one of the values to give with a file: {', '.join(f'{k}=…' for k in OVERRIDES)}"
             )
         if key in found:
             raise PlaitError(f"{key} is given twice; keep one")
         read = OVERRIDES[key][1](key, value)
         if key in _WORDS and read not in _WORDS[key]:
-            raise PlaitError(f"{text} is not possible; choose {', '.join(_WORDS[key])}")
+            raise PlaitError(f"{text} is not a choice; choose {', '.join(_WORDS[key])}")
         found[key] = read
     return found
 
 
 def _with(run: RunDescription, said: Mapping[str, Any]) -> RunDescription:
-    """The description with a person's words in place of the file's."""
+    """The description with the user's values in place of the file's."""
     changed = {key: value for key, value in said.items() if key not in ("weights", "vocabulary", "model")}
     if "weights" in said:
         changed["weights"] = "float32" if said["weights"] == "float32" else "16 bits"

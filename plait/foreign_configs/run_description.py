@@ -1,4 +1,4 @@
-"""What another program's configuration says of a run, in one vocabulary; what it leaves unsaid is None."""
+"""Another program's configuration of a run in one vocabulary; values that it does not give are None."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from plait.planner.problem.workload import AttentionKernel, PricedPrecision
 ForeignProgram = Literal[
     "axolotl", "transformers", "torchtitan", "torchtitan 2024", "megatron", "megatron 2021", "deepspeed", "litgpt"
 ]
-"""The programs; a year where one has changed what it costs since."""
+"""The programs; with a year for older versions whose cost differs."""
 WeightNumbers = Literal["float32", "16 bits"]
-"""The numbers in which weights that learn are kept beside what they are multiplied in."""
+"""The precision in which trained weights are kept, in addition to the compute dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDescription:
-    """A run of another program, as far as its configuration says."""
+    """A run of another program, as its configuration describes it."""
 
     program: ForeignProgram
     model: str | None = None
     """A hub id, a name, or a folder with a config.json."""
     shape: Mapping[str, Any] = field(default_factory=dict)
-    """Numbers of the model that the configuration itself gives, by the names of `Workload`."""
+    """Sizes of the model that the configuration itself gives, named as in `Workload`."""
     sequence: int | None = None
     micro_sequences: int | None = None
     accumulation: int | None = None
@@ -35,23 +35,23 @@ class RunDescription:
     devices: int | None = None
     per_node: int | None = None
     layout: Layout = field(default_factory=Layout)
-    """Degrees that are named; data-parallel ranks are what is left of the devices."""
+    """The degrees that are given; data-parallel ranks are the remaining devices."""
     virtual: int = 1
-    """Stages on each pipeline rank."""
+    """Pipeline stages per rank."""
     shards_over: Literal["all data ranks", "layout.shard"] = "all data ranks"
-    """How many ranks share out what `sharded` names."""
+    """The ranks that shard the states named by `sharded`."""
     sharded: ShardedState = "nothing"
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     precision: PricedPrecision = "bf16"
     weights: WeightNumbers = "float32"
     has_master_weights: bool = False
-    """Whether the optimizer keeps float32 weights beside those in 16 bits."""
+    """Whether the optimizer keeps float32 weights in addition to 16-bit ones."""
     optimizer: str = "adamw"
     adapter_rank: int = 0
     adapter_targets: tuple[AdapterTarget, ...] = ()
     quantized_bits: int = 0
-    """Bits of a frozen weight of the layers; 0: it is not quantized."""
+    """Bits per frozen weight of the layers; 0: not quantized."""
     offloads_optimizer: bool = False
     offloads_parameters: bool = False
     attention: AttentionKernel = "flash"
@@ -62,8 +62,8 @@ class RunDescription:
     samples: int | None = None
     tokens: int | None = None
     assumed: tuple[str, ...] = ()
-    """What the configuration does not say and was filled in, as sentences."""
+    """Assumptions that fill gaps of the configuration, as sentences."""
     not_priced: tuple[str, ...] = ()
-    """Keys that change memory or time by an amount that the forecast does not know."""
+    """Keys that change memory or time by an amount unknown to the forecast."""
     unknown: tuple[str, ...] = ()
-    """Keys that this program's configurations do not have, each with the nearest one that they have."""
+    """Keys that this program's configurations do not have, each with the nearest existing one."""

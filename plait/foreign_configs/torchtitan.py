@@ -19,7 +19,7 @@ from plait.foreign_configs.keys import (
 )
 
 _SECTIONS = ("parallelism", "experimental", "training")
-"""Where degrees stood in one release or another."""
+"""Sections in which the degrees were at some release."""
 _FIELDS: KeyFields = {
     "training.seq_len": ("sequence", whole),
     "training.local_batch_size": ("local", whole),
@@ -38,7 +38,7 @@ _FIELDS: KeyFields = {
     "parallelism.pipeline_parallel_microbatch_size": ("piped", whole),
 }
 _OF_2024 = ("training.batch_size", "training.tensor_parallel_degree", "training.data_parallel_degree")
-"""Keys that went in 2025: they date the program."""
+"""Keys that were removed in 2025: they date the program."""
 _DEFAULT_LOCAL, _DEFAULT_SEQUENCE = 8, 2048
 
 
@@ -54,7 +54,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     if "sequence" not in found and "sequence" not in overridden:
         found["sequence"] = _DEFAULT_SEQUENCE
         assumed.append(f"training.seq_len is {_DEFAULT_SEQUENCE}, torchtitan's default")
-    if pipeline > 1:  # a batch of each pipeline is cut into micro-batches of this size
+    if pipeline > 1:  # the batch of each pipeline is split into micro-batches of this size
         found |= {"micro_sequences": piped, "accumulation": max(local // piped, 1)}
     else:
         found["micro_sequences"] = local
@@ -62,11 +62,11 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     found["sharded"] = "parameters" if shards else "nothing"
     mode = word("activation_checkpoint.mode", values.get("activation_checkpoint.mode") or "selective")
     if mode not in ("none", "selective", "full", "memory_budget"):
-        raise PlaitError(f"activation_checkpoint.mode = {mode!r:.40} is none of none, selective and full")
+        raise PlaitError(f"activation_checkpoint.mode = {mode!r:.40} is not none, selective or full")
     schedule = word("schedule", _first(values, "pipeline_parallel_schedule") or "1f1b")
     if "interleaved" in schedule and pipeline > 1:
         found["virtual"] = 2
-        assumed.append("two stages of each pipeline rank")
+        assumed.append("two stages per pipeline rank")
     model, flavor = values.get("model.name"), values.get("model.flavor")
     if model and "model" not in overridden:
         found["model"] = f"{model}-{flavor}" if flavor else str(model)
@@ -82,7 +82,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         "program": "torchtitan 2024" if any(key in values for key in _OF_2024) else "torchtitan",
         **found,
         "sequence_parallel": found.get("tensor", 1) > 1,
-        # Scaled by row, fp8 gained nothing over bf16 in torchtitan's own tables of 2025.
+        # fp8 scaled by row gained nothing over bf16 in torchtitan's own tables of 2025.
         "precision": "fp8" if fp8 and "rowwise" not in rowwise else "float32" if precision == "float32" else "bf16",
         "weights": "float32",
         "recompute": "selective" if mode == "memory_budget" else mode,
@@ -107,13 +107,13 @@ TORCHTITAN_TOML = ConfigFormat(
            "parallelism.tensor_parallel_degree"),
     describe=_describe,
     not_priced={
-        "activation_checkpoint.memory_budget": "recomputation by a budget",
+        "activation_checkpoint.memory_budget": "recompute with a memory budget",
         "model.use_flex_attn": "FlexAttention",
         "optimizer.early_step_in_backward": "updates during the backward pass",
         "mx.recipe_name": "MXFP8",
         "quantize.linear.mx.recipe_name": "MXFP8",
         "fault_tolerance.enable": "torchft",
-        "parallelism.fsdp_reshard_after_forward": "parameters that stay gathered",
+        "parallelism.fsdp_reshard_after_forward": "parameters kept gathered",
     },
     changes={
         "smaller micro-batch": "training.local_batch_size = {micro}, training.global_batch_size = {batch}",

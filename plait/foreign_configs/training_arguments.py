@@ -26,7 +26,7 @@ from plait.foreign_configs.keys import (
 )
 
 TRL_SEQUENCE = 1024
-"""SFTConfig's max_length where it is not given."""
+"""Default of SFTConfig's max_length."""
 _FIELDS: KeyFields = {
     "model_name_or_path": ("model", as_written),
     "max_length": ("sequence", whole_or_none),
@@ -47,7 +47,7 @@ _FIELDS: KeyFields = {
 _LOADED_IN = ("dtype", "torch_dtype", "bnb_4bit_quant_storage_dtype")
 _BITS = {"load_in_4bit": 4, "load_in_8bit": 8, "use_4bit_quantization": 4, "use_8bit_quantization": 8}
 USUAL_BATCH = 8
-"""per_device_train_batch_size where it is not given."""
+"""Default of per_device_train_batch_size."""
 _OFFLOADS = re.compile(r"\boffload\b")
 
 
@@ -56,12 +56,10 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     assumed: list[str] = []
     if "micro_sequences" not in found and "micro_sequences" not in overridden:
         found["micro_sequences"] = USUAL_BATCH
-        assumed.append(f"per_device_train_batch_size is {USUAL_BATCH}, which is transformers' default")
+        assumed.append(f"per_device_train_batch_size is {USUAL_BATCH}, transformers' default")
     if "sequence" not in found and "sequence" not in overridden:
         found["sequence"] = TRL_SEQUENCE
-        assumed.append(
-            f"sequences of {TRL_SEQUENCE} tokens, which is TRL's default; give sequence=NUMBER for another length"
-        )
+        assumed.append(f"sequences of {TRL_SEQUENCE} tokens, TRL's default; give sequence=NUMBER for another length")
     if "epochs" not in found and "steps" not in found:
         found["epochs"] = 3.0
     found |= _adapters(values, found)
@@ -78,7 +76,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     pieces = is_on(values, "use_liger_kernel") or is_on(values, "use_liger_loss")
     attention = word("attn_implementation", values.get("attn_implementation") or "sdpa")
     if not is_on(values, "packing"):
-        assumed.append("every example fills its sequence, which is the most that a batch can need")
+        assumed.append("every example fills its sequence: an upper bound")
     return {
         "program": "transformers",
         **found,
@@ -96,7 +94,7 @@ def _adapters(values: Values, found: dict[str, Any]) -> dict[str, Any]:
     bits = one_of(values, _BITS) or 0
     if not is_on(values, "use_peft") and not is_on(values, "use_peft_lora"):
         if bits:
-            raise PlaitError(f"load_in_{bits}bit quantizes all weights, and none would learn; add use_peft")
+            raise PlaitError(f"load_in_{bits}bit quantizes all weights, so none would be trained; add use_peft")
         found.pop("adapter_rank", None)
         return {}
     rank = found.get("adapter_rank", 16)
@@ -112,7 +110,7 @@ def _sharding(values: Values, overridden: Collection[str], assumed: list[str]) -
     has_deepspeed = bool(values.get("deepspeed")) or any(key.startswith("deepspeed.") for key in values)
     is_sharded = text.strip() not in ("", "False", "false")
     if is_sharded and has_deepspeed:
-        raise PlaitError("fsdp and deepspeed are both there and contradict each other; keep one")
+        raise PlaitError("fsdp and deepspeed contradict each other; keep one")
     inside = {key.removeprefix("deepspeed."): value for key, value in values.items() if key.startswith("deepspeed.")}
     if inside:
         return zero_fields(inside)
@@ -120,11 +118,11 @@ def _sharding(values: Values, overridden: Collection[str], assumed: list[str]) -
         stage = re.search(r"(?:zero|stage|z)_?-?([0-3])", str(values["deepspeed"]))
         if not stage and "sharded" not in overridden:
             raise PlaitError(
-                f"deepspeed = {values['deepspeed']} is a file whose ZeRO stage its name does not say; "
+                f"deepspeed = {values['deepspeed']} does not say the ZeRO stage by its name; "
                 "give sharded=optimizer (stage 1), sharded=gradients (2) or sharded=parameters (3)"
             )
         number = int(stage[1]) if stage else 0
-        assumed.append(f"ZeRO stage {number}, by the name of {values['deepspeed']}, which was not read")
+        assumed.append(f"ZeRO stage {number}, from the name of {values['deepspeed']}, which was not read")
         return {"sharded": ("nothing", "optimizer", "gradients", "parameters")[number]}
     if not is_sharded:
         return {}
@@ -134,7 +132,7 @@ def _sharding(values: Values, overridden: Collection[str], assumed: list[str]) -
 
 
 def accelerate_sharding(values: Values) -> dict[str, Any]:
-    """What the file of `accelerate config` shards."""
+    """The sharding in the file of `accelerate config`."""
     kind = word("distributed_type", values["distributed_type"])
     if kind == "fsdp":
         said = str(values.get("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD")).lower()
@@ -160,16 +158,16 @@ TRAINING_ARGUMENTS = ConfigFormat(
     describe=_describe,
     not_priced={
         "neftune_noise_alpha": "noise on the embeddings",
-        "auto_find_batch_size": "a batch that is halved until it fits",
-        "optim_target_modules": "optimizer state of low rank",
-        "torch_empty_cache_steps": "the allocator's memory given back now and then",
+        "auto_find_batch_size": "a batch halved until it fits",
+        "optim_target_modules": "low-rank optimizer state",
+        "torch_empty_cache_steps": "the allocator's cache emptied now and then",
         "use_dora": "DoRA's norms",
         "parallelism_config": "tensor or context parallelism by Accelerate",
         "sync_ref_model": "a reference model",
         "ref_model_mixup_alpha": "a reference model",
         "beta": "a reference model, or an update's decay",
         "num_generations": "generated texts",
-        "use_vllm": "vLLM beside the training",
+        "use_vllm": "vLLM during training",
         "adafactor": "Adafactor's state",
     },
     changes={

@@ -60,25 +60,27 @@ class Family:
     """One value of `model_type` in config.json."""
 
     architecture: str
-    """The class of transformers that has the head."""
+    """The class of transformers with the head."""
     prefix: str
-    """How names begin; files of the bare decoder lack it."""
+    """Prefix of the names; files of the bare decoder lack it."""
     names: Mapping[str, StoredName]
-    """Our pattern of a weight's name (plait.model.names) to where it lies; a second `*` is the expert's number."""
+    """Maps our pattern of a weight's name (plait.model.names) to its place in the files; a second `*` is the expert's
+    number."""
     fused: Mapping[str, StoredName] = field(default_factory=dict[str, StoredName])
-    """Names in files that hold all experts' matrices of a layer as one tensor [experts, outputs, inputs], for the
-    weights that lie elsewhere there; parts are those of one expert."""
+    """Names in files with one tensor [experts, outputs, inputs] for all experts' matrices of a layer, for the weights
+    that are stored differently there; parts are those of one expert."""
     ignored: tuple[str, ...] = ()
-    """Ends of names that are no weights: tables and masks that older files hold."""
+    """Suffixes of names that are not weights: tables and masks in older files."""
     ahead: str = ""
-    """Name of a layer whose numbers from the last layer's on are modules that predict further tokens, which are not
-    read; "": there are none."""
+    """Name of a layer that is not read if its number is beyond the last layer: a module that predicts further tokens;
+    empty if there are none."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values of keys that config.json leaves out."""
+    """Defaults of keys that config.json lacks."""
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Other names of keys, as transformers' class has them in its attribute_map."""
+    """Other names of keys, from the attribute_map of transformers' class."""
     parts: tuple[ConfigPart, ...]
-    """What its config.json says: which fields of a ModelShape each key sets, and what all its models have."""
+    """The contents of its config.json: the fields of a ModelShape that each key sets, and those that all its models
+    share."""
 
 
 def _family(
@@ -92,7 +94,7 @@ def _family(
     aliases: Mapping[str, str] | None = None,
     **defaults: Any,
 ) -> Family:
-    """A decoder that says its sizes as Llama does, with parts and defaults of its own."""
+    """A decoder with Llama's keys for sizes, and its own parts and defaults."""
     return Family(
         architecture=architecture,
         prefix="model.",

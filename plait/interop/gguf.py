@@ -51,7 +51,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 def _checked_fields(gguf: Any, file: Path) -> dict[str, str]:
-    """What must be known of a file before transformers reads it; raises PlaitError for what it would drop."""
+    """Checks of a file before transformers reads it; raises PlaitError for anything that it would drop."""
     try:
         reader = gguf.GGUFReader(file)
     except (ValueError, IndexError, OverflowError) as error:

@@ -29,7 +29,7 @@ class PeftModule:
     outputs: tuple[int, ...]
     """Those of each part of its outputs, which is a linear layer of ours."""
     targets: Mapping[int, AdapterTarget]
-    """Which of our targets each part is, of those that have adapters."""
+    """Our target for each part, among those that have adapters."""
     layer: int
 
     @property
@@ -38,7 +38,7 @@ class PeftModule:
         return len(self.outputs)
 
     def outputs_of(self, part: int, whole: int) -> slice:
-        """Where the outputs of a part are, in a module of `whole` outputs."""
+        """The position of a part's outputs in a module of `whole` outputs."""
         if whole != sum(self.outputs):  # of another base: equal parts of what there is
             each = whole // self.parts
             return slice(part * each, (part + 1) * each)

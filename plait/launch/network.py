@@ -90,7 +90,7 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RdmaPort:
-    """A port of a network card that is up and can move memory without the processor (RDMA)."""
+    """A port of a network card that is up and supports RDMA."""
 
     name: str
     """NCCL's name, device:port."""
@@ -102,7 +102,7 @@ class RdmaPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFacts:
-    """The interface, and what messages between GPUs would find; None where the machine does not say."""
+    """The interface, and the facts that matter to GPUs' communication; None for what the machine does not say."""
 
     interface: str
     mtu: int | None = None
@@ -111,7 +111,7 @@ class NetworkFacts:
     """Speed of the link in Mb/s."""
     rdma: tuple[RdmaPort, ...] = ()
     lockable_bytes: int | None = None
-    """How much memory this process may keep in place; None: as much as there is."""
+    """Memory that this process may lock; None: no limit."""
     shared_memory_bytes: int | None = None
     """Size of /dev/shm."""
     has_gpus: bool = False
@@ -135,7 +135,7 @@ def network_facts(interface: str, *, is_ipv6: bool = False, root: Path = _ROOT) 
 
 
 def _number(file: Path) -> int | None:
-    """A positive number in a file; the kernel says -1, or nothing, of a speed that it does not know."""
+    """A positive number in a file; for an unknown speed the kernel gives -1, or nothing."""
     try:
         number = int(file.read_text())
     except (OSError, ValueError):
@@ -166,14 +166,15 @@ def _size(folder: Path) -> int | None:
 
 
 FAST_MEGABITS = 100_000
-"""From here on one stream of TCP does not fill the link; NCCL's manual names four threads of four for it."""
+"""At this speed and above, one TCP stream does not fill the link; NCCL's manual then advises four threads with four
+sockets each."""
 LOCKED_ENOUGH = 1 << 30
 SHARED_MEMORY_ENOUGH = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkVariable:
-    """A variable that ranks are started with, unless the person has set it."""
+    """A variable for ranks, unless the user has set it."""
 
     name: str
     value: str
@@ -185,15 +186,15 @@ def network_variables(facts: NetworkFacts, *, spans_hosts: bool) -> tuple[Networ
     gloo = NetworkVariable(
         name="GLOO_SOCKET_IFNAME",
         value=facts.interface,
-        reason="processors' messages take the interface that the hosts met on; gloo would take that of the host's "
-        "name, which in a container is often none",
+        reason="gloo (on CPUs) uses the interface on which the hosts met; its default is that of the host's name, "
+        "which a container often lacks",
     )
     if not spans_hosts:  # within one machine NCCL needs no network
         return (gloo,)
     nccl = NetworkVariable(
         name="NCCL_SOCKET_IFNAME",
         value=f"={facts.interface}",
-        reason='GPUs meet there, too; NCCL would take the first that it finds, and "=" is this very name, no beginning',
+        reason='GPUs meet there, too; NCCL would take the first that it finds; "=" means this exact name, not a prefix',
     )
     return (gloo, nccl, *_of_family(facts), *_of_speed(facts))
 
@@ -201,12 +202,12 @@ def network_variables(facts: NetworkFacts, *, spans_hosts: bool) -> tuple[Networ
 def _of_family(facts: NetworkFacts) -> tuple[NetworkVariable, ...]:
     if not facts.is_ipv6:
         return ()
-    reason = "the hosts met by IPv6; NCCL would take IPv4 where the interface has both"
+    reason = "the hosts met over IPv6; NCCL would take IPv4 if the interface has both"
     return (NetworkVariable(name="NCCL_SOCKET_FAMILY", value="AF_INET6", reason=reason),)
 
 
 def _of_speed(facts: NetworkFacts) -> tuple[NetworkVariable, ...]:
-    """Several streams where one does not fill the link, unless RDMA carries what is large."""
+    """Several streams if one does not fill the link, unless RDMA carries large messages."""
     if facts.rdma or facts.megabits is None or facts.megabits < FAST_MEGABITS:
         return ()
     reason = f"the link carries {facts.megabits // 1000} Gb/s, and one stream of TCP does not fill it; NCCL has one"
@@ -219,8 +220,8 @@ def _of_speed(facts: NetworkFacts) -> tuple[NetworkVariable, ...]:
 def network_lines(
     facts: NetworkFacts, environment: Mapping[str, str], *, address: str, lost_after_s: float
 ) -> list[str]:
-    """Lines for a person: the interface, each variable with its reason or that the person's own value stays, RDMA, what
-    may be in its way, and when a host counts as lost."""
+    """Printed lines: the interface, each variable with its reason (or that the user's own value is kept), RDMA,
+    possible obstacles, and when a host counts as lost."""
     size = f", packets of {facts.mtu:,} bytes at most (MTU)" if facts.mtu else ""
     speed = f", {facts.megabits / 1000:g} Gb/s" if facts.megabits else ""
     points = []
@@ -231,8 +232,8 @@ def network_lines(
             points.append(f"{one.name}={environment[one.name]} stays as you set it")
     points += _gpu_points(facts) if facts.has_gpus else []
     points.append(
-        f"a host that says nothing for {lost_after_s:g} s is lost, and one whose connection breaks at once; no "
-        f"variable is needed for that"
+        f"a host that says nothing for {lost_after_s:g} s is lost, and at once if its connection breaks; no "
+        f"variable is needed for this"
     )
     return [f"network  {address} on {facts.interface}{size}{speed}", *(f"         · {point}" for point in points)]
 
@@ -241,15 +242,15 @@ def _gpu_points(facts: NetworkFacts) -> list[str]:
     points = []
     if facts.rdma:
         ports = ", ".join(f"{port.name} ({port.link}, {port.rate})" for port in facts.rdma)
-        points.append(f"GPUs use RDMA by {ports}; NCCL finds it itself")
+        points.append(f"GPUs use RDMA through {ports}; NCCL finds it by itself")
     if facts.rdma and facts.lockable_bytes is not None and facts.lockable_bytes < LOCKED_ENOUGH:
         points.append(
-            f"but this process may keep {format_bytes(facts.lockable_bytes)} of memory in place, which is too little "
+            f"but this process may lock only {format_bytes(facts.lockable_bytes)} of memory, which is too little "
             f"for RDMA: ulimit -l unlimited, LimitMEMLOCK=infinity of a service, or in a pod the capability IPC_LOCK"
         )
     if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < SHARED_MEMORY_ENOUGH:
         points.append(
-            f"/dev/shm has {format_bytes(facts.shared_memory_bytes)}, by which the GPUs of a machine may talk: give a "
-            "container more, for example --shm-size=8g"
+            f"/dev/shm has {format_bytes(facts.shared_memory_bytes)}, through which a machine's GPUs may communicate: "
+            "give a container more, for example --shm-size=8g"
         )
     return points

@@ -76,7 +76,7 @@ class Device:
     achievable_of: str = ""
     """The device whose `achievable` is assumed of this one; "" where it is its own."""
     price_source: str = ""
-    """Where and when `price_per_hour` was read; "" where there is no price."""
+    """Where and when `price_per_hour` was read; empty if there is no price."""
 
     def __post_init__(self) -> None:
         rates = {f"peak_flops of {precision}": rate for precision, rate in self.peak_flops.items()}
@@ -224,7 +224,7 @@ def find_link(name: str) -> Link:
 
 
 def nearest_links_text(name: str) -> str:
-    """What to write in place of a name that no link has."""
+    """Suggestions for a name that no link has."""
     near = difflib.get_close_matches(name.lower(), list(_catalog()["link"]), n=3, cutoff=0.6)
     return f"the nearest names are {', '.join(near)}" if near else "write for example infiniband-ndr"
 
@@ -308,7 +308,8 @@ def _sizes(entry: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _word(text: str) -> str:
-    """What identifies the device, without maker, memory and the like: "a100" for "nvidia a100-sxm4-80gb"."""
+    """The part of a name that identifies the device, without maker and memory: "a100" for "nvidia a100-sxm4-80gb",
+    etc."""
     plain = _NOISE.sub(" ", _MEMORY_AS_TYPED.sub(" ", text.lower()))
     return re.sub(r"[^a-z0-9]+", "", plain).removeprefix("tpu").removeprefix("rtx")
 

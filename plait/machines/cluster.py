@@ -82,7 +82,7 @@ class Cluster:
     between: Link
     """Link between islands, and between nodes unless their island has its own."""
     measured: Measurements | None = field(default=None, hash=False)
-    """What a probe measured on these machines; the planner prefers it to the catalogue's values."""
+    """A probe's measurements on these machines; the planner prefers them to the catalogue's values."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """Sentences on how a short form was read, where a person could mean something else."""
 
@@ -125,11 +125,12 @@ class Cluster:
         return " + ".join(islands) + (f", joined by {self.between.name}" if self.n_nodes > 1 else "")
 
     def __str__(self) -> str:
-        """What a probe measured, as `plait probe` prints it; of machines that were only described, what they are."""
+        """A probe's measurements as `plait probe` prints them; for machines that were only described, their
+        description."""
         return measurements_table(self.measured) if self.measured else f"{self.name}: {self.hardware}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The cluster as a notebook shows it."""
         return f"<pre>{escape(str(self))}</pre>"
 
     def link_between_nodes(self, island: Island) -> Link:

@@ -65,7 +65,7 @@ def _check_accelerators_are_seen(requested: RequestedWorkers, library: GpuLibrar
 def describe_machine(
     requested: RequestedWorkers = ANY_WORKERS, library: GpuLibrary | None = None, tools: CompileTools | None = None
 ) -> Machine:
-    """What `detect_machine` returns, without a look at whether its GPUs are free: for a process that fills them."""
+    """The same as `detect_machine`, without checking whether GPUs are free: for a process that fills them."""
     library, host = library or TorchGpus(), detect_cpu_machine()
     present = library.count()
     numbers, name = chosen_gpus(requested, present), library.name()

@@ -44,7 +44,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """What the installed torch was compiled for."""
+    """The installed torch: its version, and the backends that it was compiled for."""
 
     version: str
     cuda: str | None
@@ -54,14 +54,14 @@ class TorchBuild:
 
 
 class GpuLibrary(Protocol):
-    """What plait asks torch about GPUs."""
+    """plait's queries to torch about GPUs."""
 
     def name(self) -> DeviceName | None:
-        """What torch calls this kind of GPU; None where there are none."""
+        """torch's name for this kind of GPU; None if there are none."""
         ...
 
     def build(self) -> TorchBuild:
-        """What it was compiled for."""
+        """The installed torch build."""
         ...
 
     def count(self) -> int:
@@ -77,7 +77,7 @@ class GpuLibrary(Protocol):
         ...
 
     def sum_of_ones(self, number: int, count: int) -> float:
-        """What this many ones come to that one of them makes and adds; raises RuntimeError where it cannot."""
+        """The sum of this many ones that one GPU creates and adds; raises RuntimeError if it cannot."""
         ...
 
 
@@ -250,7 +250,7 @@ class Host(Protocol):
     """A machine that can be asked for files, programs and environment variables."""
 
     def text(self, path: str) -> str | None:
-        """What a file holds; None where there is none."""
+        """A file's contents; None if there is none."""
         ...
 
     def names_in(self, folder: str) -> Sequence[str]:
@@ -258,7 +258,7 @@ class Host(Protocol):
         ...
 
     def answer(self, command: Sequence[str]) -> str | None:
-        """What a program prints; None where it is missing or fails."""
+        """A program's output; None if it is missing or fails."""
         ...
 
     def variable(self, name: str) -> str | None:
@@ -329,13 +329,13 @@ TRITON_CAPABILITY = (7, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileTools:
-    """What torch.compile needs beside torch to compile for GPUs."""
+    """The requirements of torch.compile, in addition to torch, to compile for GPUs."""
 
     triton: bool
     compiler: str | None
     """Path of a C compiler: Triton builds a launcher for each kernel with it."""
     headers: Path | None
-    """Where Python.h is, which that launcher includes."""
+    """The folder of Python.h, which that launcher includes."""
 
 
 def find_compile_tools(path: str | None = None) -> CompileTools:

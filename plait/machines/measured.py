@@ -44,7 +44,7 @@ WORK_SIZES: Mapping[WorkKind, tuple[str, ...]] = {
     "copy": ("bytes",),
     "launch": (),
 }
-"""What the numbers in `WorkTiming.sizes` are, for each kind of work."""
+"""The meaning of the numbers in `WorkTiming.sizes`, for each kind of work."""
 
 CommOperation = Literal[
     "send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap_parts", "spread_own",
@@ -283,7 +283,7 @@ class ProductRates:
     workers: int
     """How many such workers fill the machine's cores."""
     library: str
-    """What people call the default library: MKL on x86."""
+    """The common name of the default library: MKL on x86."""
     rates: Mapping[Arithmetic, ProductRate]
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ ASSUMED_EGRESS_PRICE = 0.02
 """US dollars a GB to another zone, if the pool does not say: Google Cloud's price between regions of one continent (the
 same source, 2025); between zones of one region it is half of that."""
 ASSUMED_INTERRUPTIONS_PER_DAY = 0.1
-"""Of one spot machine: a judgement. Clouds publish no rate; it differs by kind, zone and hour."""
+"""Per spot machine: a judgement. Clouds publish no rate; it differs by kind, zone and hour."""
 MOST_DEVICE_ENTRIES = 64
 _MOST_PRICE = 1e9
 
@@ -95,7 +95,7 @@ def _sizes(kind: DeviceKind, per_node: int, nodes: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZoneLink:
-    """What joins the machines of two zones, or of one."""
+    """The link between the machines of two zones, or within one."""
 
     zones: tuple[str, str]
     link: Link

@@ -51,7 +51,7 @@ class RequestedWorkers:
 
 
 ANY_WORKERS = RequestedWorkers()
-"""What a recipe asks for that leaves devices, workers and threads open."""
+"""A request that leaves devices, workers and threads open."""
 
 PeakNeed = Literal["measured", "as known"]
 """Whether a machine's peak arithmetic rate is wanted. Measuring a processor's takes a second or two, and a run that
@@ -64,7 +64,7 @@ PEAK_S = 1.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurveyRequest:
-    """What the worker that describes a host is asked."""
+    """The question to the worker that describes a host."""
 
     requested: RequestedWorkers = ANY_WORKERS
     peak: PeakNeed = "measured"

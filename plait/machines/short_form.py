@@ -51,9 +51,9 @@ class ShortFormPart:
     per_node: int
     nodes: int
     between: Link | None = None
-    """What joins machines of this name; None where that is what usually joins nodes of the device."""
+    """The link between machines of this name; None for the usual link between nodes of the device."""
     note: str = ""
-    """What the name of a whole machine or slice means; empty where devices are named."""
+    """The meaning of a whole machine's or slice's name; empty if devices are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The TPU chips that a machine has, found without torch, and why torch does not see them."""
+"""The TPU chips of a machine, found without torch, and the reasons why torch does not see them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GENERATIONS: Mapping[str, str] = {
     "0x006f": "TPU v6e",
     "0x0076": "TPU v7",
 }
-"""Names by the number that a chip has on the PCI bus, as torch_tpu 0.2.0 has them (_internal/utils/hardware.py). Other
-devices of Google's, such as the network cards of its virtual machines, have others."""
+"""Names by the chip's number on the PCI bus, as in torch_tpu 0.2.0 (_internal/utils/hardware.py). Other devices of
+Google's, such as the network cards of its virtual machines, have other numbers."""
 DEVICES_PER_CHIP: Mapping[str, int] = {"TPU v7": 2}
-"""How many devices programs see of a chip, where that is not one."""
+"""Number of devices per chip that programs see, if not one."""
 _CUBES = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,2,2"}
 _FLAT = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
 TOPOLOGIES: Mapping[str, Mapping[int, str]] = {
@@ -37,7 +37,7 @@ TOPOLOGIES: Mapping[str, Mapping[int, str]] = {
 """Topology by number of devices on one machine, from the same file."""
 TPU_PYTHON = (3, 12)
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
-"""Those for which torch_tpu 0.2.0 has its libraries."""
+"""The versions for which torch_tpu 0.2.0 has libraries."""
 INSTALL = "pip install torch_tpu"
 
 
@@ -47,27 +47,27 @@ class TpuChips:
 
     count: int
     name: str = ""
-    """Generation: "TPU v5e"; empty where there are none."""
+    """Generation, such as "TPU v5e"; empty if there are no chips."""
 
     @property
     def devices(self) -> int:
-        """How many devices programs see."""
+        """Number of devices that programs see."""
         return self.count * DEVICES_PER_CHIP.get(self.name, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpuSoftware:
-    """What it takes to train on chips beside plait."""
+    """Software in addition to plait that training on chips requires."""
 
     python: tuple[int, int]
     torch: str
     torch_tpu: str | None
-    """Its version; None where it is not installed."""
+    """Its version; None if it is not installed."""
     libtpu: str | None
 
 
 def find_tpu_chips(host: Host) -> TpuChips:
-    """The chips on the PCI bus, of which a container has as many as it was handed device files."""
+    """The chips on the PCI bus; a container has only those whose device files it was given."""
     found = [
         GENERATIONS.get((host.text(f"{PCI}/{name}/device") or "").strip(), "")
         for name in host.names_in(PCI)
@@ -82,7 +82,7 @@ def find_tpu_chips(host: Host) -> TpuChips:
 
 
 def tpu_software() -> TpuSoftware:
-    """What is installed in this Python."""
+    """The software that is installed in this Python."""
     found: dict[str, str | None] = {}
     for package in ("torch", "torch_tpu", "libtpu"):
         try:
@@ -98,8 +98,7 @@ def tpu_software() -> TpuSoftware:
 
 
 def check_tpus_are_seen(host: Host, software: TpuSoftware, *, sees_tpus: bool, are_named: bool) -> None:
-    """Raise PlaitError where the machine has chips that torch does not see, and where it has none although the recipe
-    names TPUs."""
+    """Raise PlaitError if the machine has chips that torch does not see, or has none although the recipe names TPUs."""
     if sees_tpus:
         return
     chips = find_tpu_chips(host)
@@ -108,26 +107,26 @@ def check_tpus_are_seen(host: Host, software: TpuSoftware, *, sees_tpus: bool, a
         raise PlaitError(f"{here}, and {why_unseen(software)}, or {ON_PROCESSOR}")
     if are_named:
         raise PlaitError(
-            'run.devices = "tpu", and this machine has no TPU: no chip of Google\'s is on its PCI bus, or none was '
-            "to this container; leave run.devices out to use what is here"
+            'run.devices = "tpu", but this machine has no TPU: no chip of Google\'s is on its PCI bus, or none was '
+            "given to this container; remove run.devices to use what is here"
         )
 
 
 def why_unseen(software: TpuSoftware) -> str:
-    """Why torch does not see a chip that is there, and what to do."""
+    """Why torch does not see an existing chip, and what to do."""
     python, torch = software.python, _version(software.torch)
     if python < TPU_PYTHON:
         return (
-            f"torch_tpu, by which torch uses them, needs Python {_dotted(TPU_PYTHON)} or newer, not "
+            f"torch_tpu, which torch needs for them, needs Python {_dotted(TPU_PYTHON)} or newer, not "
             f"{_dotted(python)}; install plait with a newer one (make install PYTHON=python{_dotted(TPU_PYTHON)})"
         )
     if not OLDEST_TORCH <= torch <= NEWEST_TORCH:
         return (
-            f"torch_tpu, by which torch uses them, is for torch {_dotted(OLDEST_TORCH)} to {_dotted(NEWEST_TORCH)}, "
+            f"torch_tpu, which torch needs for them, is for torch {_dotted(OLDEST_TORCH)} to {_dotted(NEWEST_TORCH)}, "
             f"not {software.torch}; install one of these"
         )
     if software.torch_tpu is None:
-        return f"torch_tpu, by which torch uses them, is not installed; {INSTALL}"
+        return f"torch_tpu, which torch needs for them, is not installed; {INSTALL}"
     if software.libtpu is None:
         return "libtpu, the driver that torch_tpu calls, is not installed; pip install libtpu"
     return (
@@ -137,7 +136,7 @@ def why_unseen(software: TpuSoftware) -> str:
 
 
 def check_tpu_computes(library: GpuLibrary, number: int) -> None:
-    """Raise PlaitError where this process's chip cannot add: another program holds it, or its driver does not start."""
+    """Raise PlaitError if this process's chip cannot add: another program uses it, or its driver does not start."""
     try:
         found = library.sum_of_ones(number, SUMMED_ONES)
         what = f"{SUMMED_ONES:,} ones come to {found:g} there"

@@ -1,4 +1,4 @@
-"""The shape of a low-rank adapter (LoRA, Hu et al. 2021): which linear layers have one, of which rank and scale."""
+"""The shape of a low-rank adapter (LoRA, Hu et al. 2021): the linear layers that have one, its rank and its scale."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ AdapterTarget = Literal[
     "feedforward.down",
 ]
 AdapterVariant = Literal["lora", "rslora"]
-"""What the scale divides alpha by: the rank, or its root (Kalajdzievski 2023), which keeps large ranks learning."""
+"""The divisor of alpha in the scale: the rank, or its root (Kalajdzievski 2023), with which large ranks keep
+learning."""
 
 Quantization = Literal["none", "nf4", "int8"]
-"""In what the frozen matrices of layers are kept: in the numbers that they are multiplied in, or in blocks of four or
-eight bits (quantization.py)."""
+"""The storage of layers' frozen matrices: in their compute dtype, or in blocks of four or eight bits
+(quantization.py)."""
 BLOCK = 64
-"""Numbers of a block."""
+"""Numbers per block."""
 QUANTIZED_BLOCK_BYTES: Mapping[Quantization, int] = {"nf4": BLOCK // 2 + 1, "int8": BLOCK + 4}
-"""Bytes of a block: its codes, and its scale in eight bits or in float32."""
+"""Bytes per block: its codes, and its scale in eight bits or in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """Beside each target's weight W two smaller ones: x @ W.T becomes x @ W.T + scale · (x @ A.T) @ B.T. Only these
-    learn; all other weights of the model are frozen.
+    """Two small weights A and B for each target's weight W: x @ W.T becomes x @ W.T + scale · (x @ A.T) @ B.T. Only
+    these are trained; all other weights of the model are frozen.
 
-    Raises PlaitError for numbers that no adapter can have.
+    Raises PlaitError for values that no adapter can have.
     """
 
     rank: int
@@ -43,7 +44,7 @@ class AdapterShape:
     targets: tuple[AdapterTarget, ...]
     variant: AdapterVariant = "lora"
     quantization: Quantization = "none"
-    """Of all frozen matrices in layers, with an adapter or without (QLoRA)."""
+    """Applies to all frozen matrices in layers, with an adapter or without (QLoRA)."""
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
@@ -55,35 +56,35 @@ class AdapterShape:
         if self.quantization not in get_args(Quantization):
             raise PlaitError(f'frozen weights are in {self.quantization!r}; choose "none", "nf4" or "int8"')
         if not self.targets or len(set(self.targets)) < len(self.targets):
-            raise PlaitError("an adapter needs linear layers to adapt, each named once; name some")
+            raise PlaitError("an adapter needs linear layers to adapt, each named once; name at least one")
         for target in self.targets:
             if target not in get_args(AdapterTarget):
                 raise PlaitError(
-                    f"an adapter's target is {target!r}, which is no linear layer; choose among "
+                    f"an adapter's target is {target!r}, which is not a linear layer; choose among "
                     + ", ".join(get_args(AdapterTarget))
                 )
 
     @property
     def scale(self) -> float:
-        """What multiplies the product of the two weights."""
+        """The factor of the product of the two weights."""
         return self.alpha / (self.rank if self.variant == "lora" else sqrt(self.rank))
 
 
 def adapter_from(values: Mapping[str, Any]) -> AdapterShape:
-    """The adapter's shape from what JSON made of it."""
+    """The adapter's shape from parsed JSON."""
     return AdapterShape(**{**values, "targets": tuple(values["targets"])})
 
 
 def check_adapter_in(
     adapter: AdapterShape | None, linear: Sequence[AdapterTarget], smaller_side: Callable[[AdapterTarget], int]
 ) -> None:
-    """Refuse an adapter of layers that a model lacks, or of a rank above the smaller side of one; `linear` are the
-    model's linear layers."""
+    """Raise PlaitError for an adapter on layers that a model lacks, or with a rank above the smaller side of one;
+    `linear` lists the model's linear layers."""
     for target in adapter.targets if adapter else ():
         if target not in linear:
             raise PlaitError(f"this model has no {target} to adapt; choose among {', '.join(linear)}")
         if adapter and adapter.rank > (smaller := smaller_side(target)):
             raise PlaitError(
-                f"an adapter of rank {adapter.rank} has more numbers than the layer {target}, whose smaller "
+                f"an adapter of rank {adapter.rank} is larger than the layer {target} allows: its smaller "
                 f"side is {smaller}; choose a rank of at most {smaller}"
             )

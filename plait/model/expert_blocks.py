@@ -25,7 +25,7 @@ expert) and copy the weights more often."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertBlocks:
-    """Which pairs stand in which rows of the blocks, and whose weights each block takes."""
+    """The pairs in each row of the blocks, and the expert whose weights each block uses."""
 
     choices: int
     """Experts of a token."""

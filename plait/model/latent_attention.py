@@ -83,7 +83,7 @@ class LatentAttention(nn.Module):
         return self.latent.key_value_rank, self.latent.rope_width
 
     def _queried(self, x_nd: Tensor) -> Tensor:
-        """What queries are made from: a latent of their own, or the stream."""
+        """The input of queries: a separate latent, or the stream."""
         if self.query_down is None or self.query_norm is None:
             return x_nd
         down_nr = self.query_down(x_nd)

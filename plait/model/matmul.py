@@ -56,7 +56,7 @@ def matmul_library(library: MatmulLibrary) -> Iterator[None]:
 
 
 def default_library_name() -> str:
-    """What people call torch's default library on this machine."""
+    """The common name of torch's default library on this machine."""
     return "MKL" if torch.backends.mkl.is_available() else "torch's own products"
 
 

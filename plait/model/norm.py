@@ -25,7 +25,7 @@ def make_last_norm(shape: ModelShape) -> nn.Module:
 
 
 def norm_offset(shape: ModelShape) -> float:
-    """What is added to the weights of norms."""
+    """The number added to the weights of norms."""
     return 1.0 if shape.norm_weight == "one plus" else 0.0
 
 

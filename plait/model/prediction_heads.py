@@ -29,7 +29,7 @@ LookUp = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadLoss:
-    """What a head needs of whoever trains, for one objective and micro-batch."""
+    """The inputs that a head needs from training, for one objective and micro-batch."""
 
     sum_of: Callable[[nn.Module, Tensor, Tensor], Tensor]
     """(norm, stream [n, d], output matrix [v, d]) to the summed loss, a scalar that is differentiable once."""
@@ -64,7 +64,8 @@ class AuxiliaryHead(nn.Module):
 
 
 class AheadInput(nn.Module):
-    """What DeepSeek-V3's module of one depth has before its layer (2412.19437, equation 21), and the norm after it."""
+    """The part of DeepSeek-V3's module of one depth before its layer (2412.19437, equation 21), and the norm after
+    it."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

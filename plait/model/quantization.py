@@ -1,13 +1,14 @@
-"""Frozen matrices in four bits a number (NF4) or eight: in blocks, of which a rank keeps those that its part lies in.
+"""Frozen matrices in four (NF4) or eight bits per number, stored as blocks; each rank keeps the blocks that overlap its
+part.
 
-Note [blocks of the whole matrix]: a matrix is read row by row, 64 numbers are a block, and a block's numbers are
-multiples of its own scale. Block, scale and code are functions of the whole matrix alone. A rank with a part of it
-keeps the whole blocks that enclose the part, so that every layout computes with the same numbers, bit for bit; no
-layout is refused.
+Note [blocks of the whole matrix]: a matrix is read row by row, 64 numbers form a block, and the numbers of a block are
+multiples of its scale. Blocks, scales and codes depend only on the whole matrix. A rank with a part of it keeps the
+whole blocks that enclose the part, so every layout computes with the same numbers, bit for bit, and no layout is
+refused.
 
 NF4, its blocks and the second quantization of their scales follow QLoRA (Dettmers et al. 2023), in the byte layout of
-bitsandbytes: a byte holds two codes, the first in its upper half; a block's largest magnitude is a code of eight
-bits (Dettmers 2015) times the scale of 256 such codes, plus the mean of all. Eight-bit blocks have a float32 scale.
+bitsandbytes: a byte contains two codes, the first in its upper half; a block's largest magnitude is an eight-bit code
+(Dettmers 2015) times the scale of 256 such codes, plus the mean of all. Eight-bit blocks have a float32 scale.
 
 Legend: n blocks, g groups of 256 blocks, o outputs and i inputs of a matrix.
 """
@@ -27,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, Quantization
 
 GROUP = 256
-"""Blocks whose scales share a scale."""
+"""Number of blocks whose scales share a scale."""
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -36,27 +37,27 @@ NF4 = (
 """Quantiles of a normal distribution, between -1 and 1 (Dettmers et al. 2023, appendix E)."""
 _LARGEST_CODE = 127
 _SMALLEST = 1e-30
-"""Far below every block of a model, and no denormal number, which workers round to zero."""
+"""Far below the values of any model, but not a denormal number, which workers flush to zero."""
 _BLOCKS_AT_ONCE = {"cpu": 1 << 12}
-"""Blocks that are read at a time: what lies between stays in a processor's cache."""
+"""Number of blocks read at a time, so that intermediate results stay in a CPU's cache."""
 _BLOCKS_AT_ONCE_ELSEWHERE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedMatrix:
-    """A whole matrix in blocks."""
+    """A whole matrix as blocks."""
 
     blocks: Tensor
-    """[n, bytes] in uint8: a block's codes, then its scale."""
+    """[n, bytes] in uint8: the codes of each block, then its scale."""
     scales: Tensor
-    """[g + 1] in float32: of NF4 the groups' scales, and last the mean of the blocks'; else empty."""
+    """[g + 1] in float32: for NF4 the groups' scales, then the mean of the blocks' scales; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedPart:
     """A rectangle of a matrix [o, i], and the blocks that enclose it: Note [blocks of the whole matrix].
 
-    Where blocks end with rows those are a rectangle, too; else all blocks of the rows.
+    If blocks end where rows end, the enclosing blocks form a rectangle too; otherwise they are all blocks of the rows.
     """
 
     quantization: Quantization
@@ -66,23 +67,23 @@ class QuantizedPart:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes per block."""
         return QUANTIZED_BLOCK_BYTES[self.quantization]
 
     @property
     def scales(self) -> int:
-        """Numbers of QuantizedMatrix.scales."""
+        """Number of elements of QuantizedMatrix.scales."""
         blocks = -(-self.shape[0] * self.shape[1] // BLOCK)
         return -(-blocks // GROUP) + 1 if self.quantization == "nf4" else 0
 
     @property
     def blocks(self) -> int:
-        """Blocks that a rank with this part keeps."""
+        """Number of blocks that a rank with this part keeps."""
         rows, columns, _, _ = self._grid()
         return rows * columns
 
     def _grid(self) -> tuple[int, int, int, int]:
-        """The kept blocks as rows × columns, the number of the first in the matrix, and how far apart rows are."""
+        """The kept blocks as (rows, columns, index of the first in the matrix, distance between rows)."""
         (first, left), (rows, columns), width = self.offset, self.extent, self.shape[1]
         if width % BLOCK:
             begin, end = first * width // BLOCK, -(-(first + rows) * width // BLOCK)
@@ -91,13 +92,13 @@ class QuantizedPart:
         return rows, end - begin, first * (width // BLOCK) + begin, width // BLOCK
 
     def cut(self, matrix: QuantizedMatrix) -> Tensor:
-        """The part's blocks of a whole matrix."""
+        """This part's blocks, from a whole matrix."""
         rows, columns, first, apart = self._grid()
         size = self.block_bytes
         return matrix.blocks.as_strided((rows, columns, size), (apart * size, size, 1), first * size).reshape(-1, size)
 
     def runs(self, first: int, count: int) -> Iterator[tuple[int, int]]:
-        """Kept blocks `first` to `first + count` as ranges of the flattened matrix: (first number, end)."""
+        """Kept blocks `first` to `first + count` as ranges of the flattened matrix: (first element, end)."""
         _, columns, begin, apart = self._grid()
         while count > 0:
             row, column = divmod(first, columns)
@@ -107,7 +108,7 @@ class QuantizedPart:
             first, count = first + together, count - together
 
     def numbers(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
-        """The numbers [n, 64] of kept blocks from number `first` on."""
+        """The numbers [n, 64] of kept blocks, from block `first` on."""
         at_once = _BLOCKS_AT_ONCE.get(blocks.device.type, _BLOCKS_AT_ONCE_ELSEWHERE)
         found = torch.empty(len(blocks), BLOCK, dtype=dtype, device=blocks.device)
         multiply = self._nf4 if self.quantization == "nf4" else self._int8
@@ -141,7 +142,7 @@ class QuantizedPart:
         return numbers.mul_(blocks[:, BLOCK:].contiguous().view(torch.float32))
 
     def _groups(self, first: int, count: int, device: torch.device) -> Tensor:
-        """The group of each kept block from number `first` on."""
+        """The group of each kept block, from block `first` on."""
         _, columns, begin, apart = self._grid()
         kept = torch.arange(first, first + count, device=device)
         if columns == apart:
@@ -150,13 +151,13 @@ class QuantizedPart:
 
 
 def whole_part(shape: tuple[int, int], quantization: Quantization) -> QuantizedPart:
-    """All of a matrix."""
+    """The whole matrix as a part."""
     return QuantizedPart(quantization=quantization, shape=shape, offset=(0, 0), extent=shape)
 
 
 @torch.no_grad()
 def quantize(matrix_oi: Tensor, quantization: Quantization) -> QuantizedMatrix:
-    """The blocks of a whole matrix in float32 on the processor: the same on every machine."""
+    """Quantize a whole float32 matrix on the CPU: the result is the same on every machine."""
     flat = matrix_oi.reshape(-1)
     numbers = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     blocks = torch.empty(len(numbers), QUANTIZED_BLOCK_BYTES[quantization], dtype=torch.uint8)
@@ -172,7 +173,7 @@ def quantize(matrix_oi: Tensor, quantization: Quantization) -> QuantizedMatrix:
             blocks[some, BLOCK:] = scales.view(torch.uint8)
     if quantization == "int8":
         return QuantizedMatrix(blocks=blocks, scales=torch.empty(0))
-    # The order of a sum over threads would differ from machine to machine; NumPy has one.
+    # The order of a sum over threads would differ between machines; NumPy's is fixed.
     mean = torch.tensor(largest.numpy().mean(dtype="float64"), dtype=torch.float32)
     differences = F.pad(largest - mean, (0, -len(largest) % GROUP)).view(-1, GROUP)
     groups = differences.abs().amax(dim=1)
@@ -182,14 +183,14 @@ def quantize(matrix_oi: Tensor, quantization: Quantization) -> QuantizedMatrix:
 
 @torch.no_grad()
 def quantize_in_place(layers: nn.ModuleDict, quantization: Quantization) -> None:
-    """Give the matrices of a model's layers the numbers that are left of them once they were quantized: those that an
-    adapter was trained beside. The layers have no adapters yet."""
+    """Replace the matrices of a model's layers by their values after quantization, which are those that an adapter was
+    trained with. The layers have no adapters yet."""
     for matrix in [one for one in layers.parameters() if one.ndim == 2]:
         matrix.copy_(dequantized(matrix.float().cpu(), quantization))
 
 
 def dequantized(matrix_oi: Tensor, quantization: Quantization) -> Tensor:
-    """What is left of a whole matrix in float32 once it was quantized."""
+    """A whole matrix in float32 after quantization and dequantization."""
     found = quantize(matrix_oi, quantization)
     part = whole_part((matrix_oi.shape[0], matrix_oi.shape[1]), quantization)
     return part.matrix(found.blocks, found.scales, torch.float32)
@@ -202,19 +203,19 @@ def _codes(numbers: Tensor, largest: Tensor, table: Tensor) -> Tensor:
     if len(table) > len(NF4):
         return torch.bucketize(scaled, middles, out_int32=True).to(torch.uint8)
     codes = torch.zeros(scaled.shape, dtype=torch.uint8)
-    for middle in middles.tolist():  # a sixth of bucketize's time
+    for middle in middles.tolist():  # takes a sixth of bucketize's time
         codes += scaled > middle
     return codes
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Two codes of four bits in each byte."""
+    """Pack two four-bit codes into each byte."""
     return codes[:, ::2] * 16 + codes[:, 1::2]
 
 
 def _magnitudes() -> Tensor:
-    """The 256 numbers of the dynamic code of eight bits (Dettmers 2015): a sign, a power of ten, and a fraction that
-    has the more bits the larger the power is."""
+    """The 256 numbers of the dynamic eight-bit code (Dettmers 2015): a sign, a power of ten, and a fraction with more
+    bits the larger the power."""
     found = [torch.tensor([0.0, 1.0])]
     for power in range(7):
         ends = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32)
@@ -225,33 +226,32 @@ def _magnitudes() -> Tensor:
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two numbers of each byte of NF4 codes, as one of 64 bits, and the dynamic code's numbers."""
+    """The two numbers of each byte of NF4 codes, packed in 64 bits, and the numbers of the dynamic code."""
     table, codes = torch.tensor(NF4), torch.arange(256)
     pairs = torch.stack([table[codes // 16], table[codes % 16]], dim=1).view(torch.int64).view(-1)
     return pairs.to(device), _magnitudes().to(device)
 
 
-# Products with a quantized matrix. It is read twice, for the forward and for the backward pass: a copy of all matrices
-# in 16 bits, kept from one to the other, is what quantization is there to save.
+# Products with a quantized matrix. The matrix is dequantized twice, in the forward and in the backward pass: keeping a
+# 16-bit copy of all matrices in between would undo the memory saved by quantization.
 
 
 def read_matrix(blocks: Tensor, dtype: torch.dtype, scales: Tensor, part: QuantizedPart) -> Tensor:
-    """The part's numbers in the forward pass."""
+    """The part's numbers, for the forward pass."""
     if not torch.compiler.is_compiling():
         return part.matrix(blocks, scales, dtype)
     return _read_in_graph(blocks, scales, dtype, part.quantization, _place_of(part))
 
 
 def read_matrix_again(blocks: Tensor, dtype: torch.dtype, scales: Tensor, part: QuantizedPart) -> Tensor:
-    """The part's numbers in the backward pass."""
+    """The part's numbers, for the backward pass."""
     if not torch.compiler.is_compiling():
         return part.matrix(blocks, scales, dtype)
     return _read_again_in_graph(blocks, scales, dtype, part.quantization, _place_of(part))
 
 
 def quantized_product(x: Tensor, blocks: Tensor, bias: Tensor | None, scales: Tensor, part: QuantizedPart) -> Tensor:
-    """x @ matrix.T + bias, in autocast's dtype where autocast is on; gradients reach `x` alone. Differentiable
-    once."""
+    """x @ matrix.T + bias, in autocast's dtype if autocast is on; only `x` gets gradients. Differentiable once."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     x, bias = x.to(dtype), None if bias is None else bias.to(dtype)  # outside, so that autograd casts gradients back
@@ -278,8 +278,8 @@ class _QuantizedProduct(torch.autograd.Function):
         return grad @ read_matrix_again(blocks, grad.dtype, scales, ctx.part), None, None, None, None
 
 
-# In compiled layers, as operations that a graph takes as they are. There are two, with one meaning: a compiler that saw
-# the same operation in both passes would keep its result in between.
+# For compiled layers, as operations that a graph treats as opaque. There are two with the same meaning: if both passes
+# used the same operation, a compiler would keep its result in between.
 
 
 def _place_of(part: QuantizedPart) -> list[int]:

@@ -132,5 +132,5 @@ def window_rope_from(values: Mapping[str, Any]) -> WindowRope:
 
 
 def yarn_table_scale(factor: float) -> float:
-    """What yarn multiplies cosines and sines by where nothing else is said."""
+    """Yarn's default factor of cosines and sines."""
     return 0.1 * log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,4 +1,5 @@
-"""What each weight of a model is: its dims by meaning, whether it learns, whether it decays, how it may be cut.
+"""Properties of each weight of a model: its dims by meaning, whether it is trained, whether it decays, how it may be
+cut.
 
 Parallelism, the optimizer, checkpoints and proofs read these descriptions, so that none of them knows a model's names.
 """

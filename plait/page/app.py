@@ -1,4 +1,4 @@
-"""The page as a web application: who may ask, and the few addresses there are."""
+"""The page as a web application: access control, and its few addresses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADERS = {
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",  # the address holds the token
+    "Referrer-Policy": "no-referrer",  # the address contains the token
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -37,7 +37,7 @@ _Send = Callable[[Any], Awaitable[None]]
 
 
 def page_app(runs: WatchedRuns, token: str, shown: Sequence[str] = ()) -> Guarded:
-    """The application; `shown` are the names of the runs that the page begins with."""
+    """The application; `shown` are the names of the runs that the page shows first."""
     answers: dict[str, Callable[[Request], Response]] = {
         "/": lambda request: _text(_page(token, shown), "text/html"),
         "/watch.js": lambda request: _text(_file("watch.js"), "text/javascript"),
@@ -51,10 +51,11 @@ def page_app(runs: WatchedRuns, token: str, shown: Sequence[str] = ()) -> Guarde
 
 
 class Guarded:
-    """An application that answers only requests with the token, to this machine by its own name, and from its own page.
+    """An application that answers only requests that have the token, use this machine's own name, and come from its own
+    page.
 
-    A page of another origin that had its name point here (DNS rebinding) still sends its own name as Host. A request
-    that is refused learns nothing, not even which addresses there are.
+    A page of another origin that points its name here (DNS rebinding) still sends its own name as Host. A refused
+    request learns nothing, not even which addresses exist.
     """
 
     def __init__(self, inner: Starlette, token: str) -> None:
@@ -83,7 +84,7 @@ def _refusal(request: Request, token: bytes) -> Response | None:
     given = request.query_params.get("token", "") or request.headers.get("authorization", "").removeprefix("Bearer ")
     if not compare_digest(given.encode("utf-8", "replace"), token):
         return Response("This page needs the whole address that plait printed.\n", 403, HEADERS, "text/plain")
-    # A browser says from where a request comes; a link that a person follows is none of a page's requests.
+    # Browsers say where a request comes from; following a link does not count as a page's request.
     site, mode = request.headers.get("sec-fetch-site", "none"), request.headers.get("sec-fetch-mode", "")
     if site not in ("same-origin", "none") and not (mode == "navigate" and request.url.path == "/"):
         return Response("This page answers no other page.\n", 403, HEADERS, "text/plain")
@@ -99,7 +100,7 @@ def _run(runs: WatchedRuns, request: Request) -> Response:
 
 
 def _page(token: str, shown: Sequence[str]) -> str:
-    """The page's text: the token is in the addresses of what it loads, as in its own."""
+    """The page's HTML; the token is in the addresses of what it loads, as in its own."""
     runs = escape(json.dumps(list(shown)))
     return _file("watch.html").replace("{{token}}", escape(token)).replace("{{runs}}", runs)
 
@@ -117,7 +118,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for every infinity or NaN, for JSON has no word for them."""
+    """The value with null for every infinity or NaN, which JSON cannot express."""
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):

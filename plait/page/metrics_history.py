@@ -1,4 +1,4 @@
-"""A run's metrics.jsonl for a picture: a bounded number of buckets of steps with least, mean and largest values."""
+"""A run's metrics.jsonl for a chart: a bounded number of buckets of steps with minimum, mean and maximum values."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import numpy as np
 from plait.report.growing_file import GrowingFile
 
 VALUES = ("loss", "grad_norm", "lr", "step_s", "tokens_per_s", "mfu", "data_wait_s")
-"""The keys of a line of metrics.jsonl that are drawn."""
+"""The keys of metrics.jsonl that are drawn."""
 COLUMNS = (
     "first", "last", "tokens", *(f"{value}{kind}" for value in VALUES for kind in ("", "_min", "_max"))
 )  # fmt: skip
-"""What a row of `rows` holds: the first and the last step of a bucket, the tokens after it, and mean, least and largest
-value of each of VALUES."""
+"""The columns of `rows`: first and last step of a bucket, the tokens after it, and mean, minimum and maximum of each of
+VALUES."""
 MOST_HISTORY_BUCKETS = 1024
 SINGLE_STEPS_KEPT = 2048
-"""So many steps are kept one by one, for a page that follows a run."""
+"""Number of steps kept one by one, for a page that follows a run."""
 _MOST_EVALUATIONS = 2000
 
 
@@ -45,9 +45,9 @@ class _Line(msgspec.Struct, gc=False):
 
 
 class MetricsHistory:
-    """All steps of a run in at most 1024 buckets, and its evaluations; `update` reads what is new in the file.
+    """All steps of a run in at most 1024 buckets, and its evaluations; `update` reads new lines of the file.
 
-    Where there are too many buckets, each two become one; the last one may still grow.
+    If there are too many buckets, each two are merged; the last one may still grow.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class MetricsHistory:
 
     @property
     def version(self) -> int:
-        """Rises when steps that were read before are void: the run went back to a checkpoint, or its file is gone."""
+        """Increases when earlier steps become invalid: the run went back to a checkpoint, or its file is gone."""
         return self._file.version
 
     @property
@@ -67,13 +67,13 @@ class MetricsHistory:
 
     @property
     def stepping_s(self) -> float:
-        """Seconds of all steps together."""
+        """Total seconds of all steps."""
         column, count = COLUMNS.index("step_s"), VALUES.index("step_s")
         closed = np.nansum(self._buckets[:, column] * self._counts[:, count])
         return float(closed + sum(np.nansum(steps[:, 2 + count]) for steps in self._open))
 
     def update(self) -> None:
-        """Take all whole lines that were written since the last call; raises OSError where that is not possible."""
+        """Read all complete lines that were written since the last call; raises OSError if that is impossible."""
         before = self._file.version
         for block in self._file.blocks():
             if self._file.version != before:
@@ -88,16 +88,15 @@ class MetricsHistory:
         self._file.close()
 
     def rows(self, after: int = 0) -> tuple[int, list[list[float | None]]]:
-        """The step that the rows begin after, and rows of COLUMNS: those of the steps after the one that is asked for,
-        or after 0, of all buckets, where steps so old are not kept one by one. None is unknown, or was not finite."""
+        """The step after which the rows begin, and rows of COLUMNS: those of the steps after `after`, or, if such old
+        steps are not kept one by one, of all buckets after step 0. None is unknown, or was not finite."""
         if after and len(self._tail) and after >= self._tail[0, 0] - 1:
             newer = self._tail[self._tail[:, 0] > after]
             return after, [_plain(row) for row in _buckets(newer, 1)[0].tolist()]
         return 0, [_plain(row) for row in self._bucket_rows()]
 
     def mean(self, value: str, *, first: int, last: int) -> float | None:
-        """The mean of one of VALUES over these steps, as far as they are among the last 2048; None where it is
-        unknown."""
+        """The mean of one of VALUES over these steps, as far as they are among the last 2048; None if unknown."""
         steps = self._tail[(self._tail[:, 0] >= first) & (self._tail[:, 0] <= last)]
         found = steps[:, 2 + VALUES.index(value)]
         finite = found[np.isfinite(found)]
@@ -118,7 +117,7 @@ class MetricsHistory:
         if b'"eval_loss"' in block:
             self.evaluations += [_evaluation(line) for line in lines if line.eval_loss is not None]
             self.evaluations = self.evaluations[-_MOST_EVALUATIONS:]
-            # A step's loss is null where it was not finite, so that a step is what has tokens.
+            # A step's loss is null if it was not finite, so steps are recognized by their tokens.
             lines = [line for line in lines if line.tokens]
         if lines:
             self._add(_table(lines))
@@ -137,7 +136,7 @@ class MetricsHistory:
                 self.damaged_lines += 1
 
     def _add(self, table: np.ndarray) -> None:
-        """Take steps, a row each of step, tokens and VALUES."""
+        """Add steps, one row each with step, tokens and VALUES."""
         self._tail = np.concatenate([self._tail, table[-SINGLE_STEPS_KEPT:]])[-SINGLE_STEPS_KEPT:]
         self._open.append(table)
         self._open_steps += len(table)
@@ -152,7 +151,7 @@ class MetricsHistory:
             self._open, self._open_steps = [steps[full:]], len(steps) - full
 
     def _halve(self) -> None:
-        """Make each two buckets one; where their number is odd, the last one stays."""
+        """Merge each two buckets; if their number is odd, the last one stays."""
         pairs = len(self._buckets) // 2
         kept = 2 * pairs
         left, left_counts = self._buckets[kept:], self._counts[kept:]
@@ -184,13 +183,13 @@ def _table(lines: Sequence[_Line]) -> np.ndarray:
         values = map(attrgetter(field), lines)
         try:
             table[:, column] = np.fromiter(values, float, len(lines))
-        except TypeError:  # None, which is faster to find than to look for
+        except TypeError:  # None, which is faster to catch than to look for
             table[:, column] = np.array(list(map(attrgetter(field), lines)), dtype=float)
     return table
 
 
 def _buckets(table: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of COLUMNS for each `width` steps, and how many of them had each value."""
+    """Rows of COLUMNS for each `width` steps, and how many of the steps had each value."""
     groups = table.reshape(len(table) // width, width, table.shape[1])
     values = groups[:, :, 2:]
     values = np.where(np.isfinite(values), values, np.nan)

@@ -1,4 +1,4 @@
-"""The page's server on this machine: its socket, its thread, and the line that says where it is."""
+"""The page's server on this machine: its socket, its thread, and the printed address."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Write = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageAddress:
-    """Where a page is: on this machine's own interface, for whoever has the token."""
+    """The address of a page: on this machine's own interface, for anybody with the token."""
 
     port: int
     token: str
@@ -39,7 +39,8 @@ class PageAddress:
         return f"http://{LOOPBACK}:{self.port}/?token={self.token}"
 
     def lines(self, environment: Mapping[str, str] = os.environ) -> list[str]:
-        """What is printed: the address; over SSH also the command that makes it reachable from one's own machine."""
+        """The printed lines: the address; over SSH also the command that makes it reachable from the user's own
+        machine."""
         lines = [f"page     {self.url}"]
         connection = environment.get("SSH_CONNECTION", "").split()
         if len(connection) == 4:
@@ -54,10 +55,10 @@ class PageAddress:
 def page_server(
     names: Sequence[str], working: WorkingFolder = CURRENT_FOLDER, *, port: int | None = None
 ) -> Iterator[PageAddress]:
-    """Serve the page while the block runs, from a thread; `names` are shown first: runs by name, or by their folder.
+    """Serve the page from a thread while the block runs; `names` are shown first: runs by name, or by folder.
 
-    Raises PlaitError where the page's packages are missing, or the port is taken. A name that is no folder may be that
-    of a run yet to begin.
+    Raises PlaitError if the page's packages are missing or the port is taken. A name without a folder may be that of a
+    future run.
     """
     try:
         import uvicorn
@@ -101,7 +102,7 @@ def watch(
     browser: Browser = "not opened",
     write: Write,
 ) -> StopSignal:
-    """Serve the page until a signal comes, and return which. Raises PlaitError where a run is not there."""
+    """Serve the page until a signal arrives, and return which. Raises PlaitError if a run does not exist."""
     for name in names:
         find_run(name, working)
     try:
@@ -116,14 +117,14 @@ def watch(
 
 
 def may_open_browser(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a window of a browser would be seen here: not over SSH, and not without a screen."""
+    """Whether a browser window would be visible here: not over SSH, and not without a screen."""
     if "SSH_CONNECTION" in environment:
         return False
     return os.uname().sysname == "Darwin" or bool(environment.get("DISPLAY") or environment.get("WAYLAND_DISPLAY"))
 
 
 def open_browser(url: str) -> None:
-    """Show the page in the person's browser; where there is none, the address that was printed remains."""
+    """Show the page in the user's browser; if there is none, the printed address remains."""
     try:
         webbrowser.open(url)
     except (webbrowser.Error, OSError):
@@ -131,20 +132,20 @@ def open_browser(url: str) -> None:
 
 
 def _elsewhere(name: str, working: WorkingFolder) -> Path | None:
-    """The folder of a run that is named by it, and lies elsewhere than the working folder's."""
+    """The folder of a run that is given by its folder, outside the working folder."""
     path = (working.path / name).resolve()
     return path if path.is_dir() and path.parent != working.runs.resolve() else None
 
 
 def _listening(port: int | None) -> socket.socket:
-    """A socket that listens at a port, or at the first free one of a hundred; raises PlaitError."""
+    """A socket listening on a port, or on the first free one of a hundred; raises PlaitError."""
     if port is not None:
         try:
             return _bound(port)
         except OSError as error:
             raise PlaitError(
                 f"port {port} cannot be used ({error.strerror})",
-                "choose another --port, or leave it out",
+                "choose another --port, or omit it",
             ) from None
     for one in range(FIRST_PORT, FIRST_PORT + PORTS_TRIED):
         try:

@@ -1,4 +1,4 @@
-"""One run as the page shows it, from the files in its folder alone: each is read again only where it changed."""
+"""One run as the page shows it, read only from the files in its folder; each file is read again only if it changed."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from plait.run_folder import RunFolder, RunTotals
 
 _T = TypeVar("_T")
 _RECENT_STEPS = 50
-"""Steps that a page's "now" is the mean of."""
+"""Number of steps averaged for a page's present values."""
 _MOST_SAMPLES = 20
 _RECENT_LINES = 6
-"""Lines of rank-times.jsonl that a page's "now" is the mean of: half a minute."""
+"""Number of lines of rank-times.jsonl averaged for a page's present values: half a minute."""
 _LEAST_SECONDS_BETWEEN_FINDINGS = 60.0
 
 
 class KeptFile(Generic[_T]):
-    """What a file says, read again where it changed; `nothing` where there is none, or where it cannot be read, which
-    `problem` then says."""
+    """The contents of a file, read again if it changed; `nothing` if it is missing or cannot be read, which `problem`
+    then says."""
 
     def __init__(self, path: Path, read: Callable[[], _T], nothing: _T) -> None:
         self.problem = ""
@@ -59,7 +59,7 @@ class KeptFile(Generic[_T]):
 
 
 def stamp_of(path: Path) -> tuple[int, ...] | None:
-    """What changes with a file's contents; None where there is none."""
+    """A value that changes with a file's contents; None if there is no file."""
     try:
         found = path.stat()
     except (OSError, ValueError):
@@ -68,7 +68,7 @@ def stamp_of(path: Path) -> tuple[int, ...] | None:
 
 
 class WatchedRun:
-    """The files of one run, followed."""
+    """Follows the files of one run."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -83,13 +83,13 @@ class WatchedRun:
         self._bottleneck = _KeptBottleneck(folder)
 
     def close(self) -> None:
-        """Close the files that are held open."""
+        """Close all open files."""
         self._metrics.close()
         self._rank_times.close()
 
     def view(self, after: int = 0) -> Mapping[str, Any]:
-        """All that the page shows of the run, as JSON, with the metrics of the steps after one; None stands for what
-        its files do not say."""
+        """Everything that the page shows of the run, as JSON, with the metrics of the steps after `after`; None stands
+        for unknown values."""
         problems: list[str] = []
         try:
             self._metrics.update()
@@ -117,7 +117,7 @@ class WatchedRun:
                 "after": begins_after,
                 "columns": COLUMNS,
                 "rows": rows,
-                # That of the step itself may have been written since: an evaluation follows its step's line.
+                # The step's own line may be newer: an evaluation follows its step's line.
                 "evaluations": [one for one in self._metrics.evaluations if one["step"] >= begins_after],
             },
             "step": step,
@@ -135,8 +135,8 @@ class WatchedRun:
         }
 
     def _measured_items(self, ranks: RankTimesLine | None, receipt: Receipt | None) -> Mapping[str, float] | None:
-        """A step's time by item on the rank that computes most, for which the others wait: now, or in the receipt where
-        the ranks' times were not kept."""
+        """A step's time by item on the rank that computes most, for which the others wait: at present, or from the
+        receipt if the ranks' times were not kept."""
         step_s = self._metrics.mean("step_s", first=ranks.step - ranks.steps + 1, last=ranks.step) if ranks else None
         if ranks is None or step_s is None:
             return receipt and receipt.measured_items
@@ -152,7 +152,7 @@ class WatchedRun:
             for block in self._rank_times.blocks():
                 for line in block.splitlines():
                     if found := parse_rank_times(line):
-                        # What a run did after the checkpoint that it went back to does not count.
+                        # Steps after the checkpoint that the run went back to do not count.
                         kept = [one for one in self._rank_lines if one.step < found.step]
                         self._rank_lines = [*kept[1 - _RECENT_LINES :], found]
         except OSError:
@@ -162,8 +162,8 @@ class WatchedRun:
 
 
 class _KeptBottleneck:
-    """What limits a run, as JSON: found again where its ranks' times have grown, but not more often than once a
-    minute, as its layout is priced some dozens of times for it."""
+    """The bottleneck of a run, as JSON: recomputed when its ranks' times have grown, but at most once a minute, since
+    that prices its layout dozens of times."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -172,7 +172,7 @@ class _KeptBottleneck:
         self._value: Mapping[str, Any] | None = None
 
     def value(self) -> Mapping[str, Any] | None:
-        """The bottleneck; None while nothing tells it."""
+        """The bottleneck; None if unknown."""
         stamp = (stamp_of(self._folder.rank_times), stamp_of(self._folder.plan))
         now_s = time.monotonic()
         if stamp != self._stamp and (
@@ -186,7 +186,7 @@ class _KeptBottleneck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlanAsShown:
-    """What the page shows of a plan and its forecast, as JSON; made once for each plan."""
+    """A plan and its forecast as the page shows them, as JSON; made once per plan."""
 
     steps: int = 0
     plan: Mapping[str, Any] | None = None
@@ -245,7 +245,7 @@ def _few(samples: Sequence[SampleReport]) -> Sequence[SampleReport]:
 
 
 def _mean_of_lines(lines: Sequence[RankTimesLine]) -> RankTimesLine | None:
-    """Several lines as one; those of another number of ranks than the last are left out."""
+    """The mean of several lines; those with a different number of ranks than the last are ignored."""
     lines = [one for one in lines if one.ranks == lines[-1].ranks]
     if not lines:
         return None

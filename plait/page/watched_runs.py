@@ -1,4 +1,4 @@
-"""The runs that a page can show: those of the working folder, and those that were named by their folder."""
+"""The runs that a page can show: those of the working folder, and those given by their folder."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from plait.run_folder import RunFolder
 from plait.working_folder import WorkingFolder
 
 MOST_OPEN_RUNS = 32
-"""Runs whose curves are kept in memory, those that were asked for last."""
+"""Number of most recently requested runs whose curves are kept in memory."""
 
 
 class WatchedRuns:
-    """Answers a page's questions about runs; from several threads, one after the other.
+    """Answers a page's requests about runs; callable from several threads, one after the other.
 
-    `named` are the folders of runs that lie elsewhere: each is known by its folder's name, before one of the working
-    folder.
+    `named` are the folders of runs outside the working folder: each is known by its folder's name, which takes
+    precedence over a run of the working folder.
     """
 
     def __init__(self, working: WorkingFolder, named: Sequence[Path] = ()) -> None:
@@ -34,16 +34,16 @@ class WatchedRuns:
         self._lock = Lock()
 
     def list(self) -> Sequence[Mapping[str, Any]]:
-        """A row for each run, the one that changed last first."""
+        """A row for each run, the most recently changed first."""
         with self._lock:
             found = [summary for path in self._paths().values() if (summary := self._summary(path, "all"))]
             self._known = {one.path: self._known[one.path] for one in found}
         return [one.to_dict() for one in sorted(found, key=lambda one: (-one.updated.timestamp(), one.name))]
 
     def view(self, name: str, after: int = 0) -> Mapping[str, Any] | None:
-        """One run, with the metrics of the steps after one; None where there is no such run."""
+        """One run, with the metrics of the steps after `after`; None if there is no such run."""
         with self._lock:
-            path = self._paths().get(name)  # a name is looked up, and never becomes part of a path
+            path = self._paths().get(name)  # a name is only looked up, and never becomes part of a path
             summary = self._summary(path, "state") if path else None
             run = self._open.pop(name, None)
             if path is None or summary is None:
@@ -66,8 +66,8 @@ class WatchedRuns:
         return {path.name: path for path in run_paths(self._working)} | self._named
 
     def _summary(self, path: Path, needed: Literal["all", "state"]) -> RunSummary | None:
-        """Where a run stands, found out again only where a file changed that it depends on, or its process has ended:
-        its state and command do not depend on its metrics, which change with each step."""
+        """A run's progress, recomputed only if a file that it depends on changed or its process ended: its state and
+        command do not depend on its metrics, which change with each step."""
         folder, known = RunFolder(path), self._known.get(path)
         files = (folder.plan, folder.recipe, folder.receipt, folder.incidents, folder.starts)
         stamps = tuple(stamp_of(file) for file in files)
@@ -77,7 +77,7 @@ class WatchedRuns:
             if at_work == is_at_work(path, registry_folder()):
                 return known.summary
         summary = summary_of(folder, self._working if path.name not in self._named else WorkingFolder(path.parents[1]))
-        if summary is not None and path.parent.name != RUNS:  # there no command finds it
+        if summary is not None and path.parent.name != RUNS:  # no command finds it there
             summary = replace(summary, command="")
         if summary is not None:
             self._known[path] = _KnownRun(summary=summary, stamps=stamps, metrics=metrics)
@@ -86,7 +86,7 @@ class WatchedRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KnownRun:
-    """Where a run stood, and the files that said so."""
+    """A run's progress, and the files that it was read from."""
 
     summary: RunSummary
     stamps: Sequence[Any]

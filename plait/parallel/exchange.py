@@ -1,5 +1,5 @@
-"""Plain values and tensors from rank to rank, as JSON and bytes, so that nothing that arrives is run; and acts that
-succeed on all ranks or fail on all, with one sentence."""
+"""Plain values and tensors from rank to rank, as JSON and bytes, so that nothing received is executed; and operations
+that succeed on all ranks or fail on all, with one sentence."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def gather_tensors(own: Tensor, world: Communicator) -> list[Tensor]:
 
 
 def sum_of_bits(own: Tensor, world: Communicator) -> Tensor:
-    """The sum over ranks of which at most one has other bits than zero, bit for bit. In place; blocks."""
+    """The sum over ranks of which at most one has nonzero bits, bit for bit. In place; blocks."""
     if own.is_complex():
         sum_of_bits(torch.view_as_real(own), world)
         return own
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
-    if bits == torch.int16:  # gloo has no sums of it
+    if bits == torch.int16:  # gloo cannot sum it
         wide = own.view(bits).to(torch.int32)
         world(wide)
         own.view(bits).copy_(wide)
@@ -60,7 +60,7 @@ def sum_of_bits(own: Tensor, world: Communicator) -> Tensor:
 
 
 def first_ones(make: Callable[[], Any], world: Communicator) -> Any:
-    """What rank 0 makes, JSON, on all; a PlaitError that it raises is raised by all. Blocks."""
+    """Rank 0's result, as JSON, on all ranks; a PlaitError that it raises is raised by all. Blocks."""
     told: dict[str, Any] = {}
     if world.index == 0:
         try:
@@ -74,7 +74,7 @@ def first_ones(make: Callable[[], Any], world: Communicator) -> Any:
 
 
 def agree_on_any(world: Communicator, own: bool) -> bool:
-    """Whether `own` is true of any rank, the same answer on all. Every rank must call it."""
+    """Whether `own` is true on any rank; the same answer on all. Every rank must call it."""
     return bool(world.largest(torch.tensor([int(own)]))[0])
 
 
@@ -91,11 +91,12 @@ def run_on_all_ranks(
     try:
         act()
     except PlaitError as error:
-        # The first to fail takes the folder away under the others, who then miss their files: they are heard last.
+        # The first rank to fail deletes the folder, so the others then miss their files: their errors are reported
+        # last.
         sentence = ("2" if isinstance(error.__cause__, FileNotFoundError) else "1") + str(error)
     fails, largest = world.largest(torch.tensor([int(bool(sentence)), 0 if sentence else number()])).tolist()
     if not fails:
         return int(largest)
-    if clear is not None:  # now that nobody writes into it any more
+    if clear is not None:  # once no rank writes into it any more
         shutil.rmtree(clear, ignore_errors=True)
     raise RunFailed(min((text for text in gather_json(sentence, world) if text), key=lambda text: text[0])[1:])

@@ -127,7 +127,7 @@ class _Splits:
 
 
 class _UnderWay:
-    """What one exchange has begun and not yet awaited, of its forward or its backward."""
+    """Pending transfers of one exchange, of its forward or its backward."""
 
     def __init__(self) -> None:
         self._held: tuple[dist.Work, Tensor, Tensor, PendingSpan | None] | None = None

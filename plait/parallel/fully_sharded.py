@@ -259,7 +259,7 @@ def _as_rows(local: Tensor, like: Tensor) -> Tensor:
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """What FSDP2 gathers as one, the whole model first."""
+    """The units that FSDP2 gathers as one, the whole model first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

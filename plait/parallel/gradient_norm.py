@@ -1,4 +1,4 @@
-"""The length of a gradient, and the factor that clips it."""
+"""The norm of a gradient, and the factor that clips it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import Tensor
 
 
 def squares_of(gradients: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """The sum of the squares of all numbers: 0-dim, float64; on this device where there is no gradient. What is summed
-    over ranks must be of one device on all of them: else one waits in gloo for what the others sum by NCCL."""
+    """The sum of squares of all elements: 0-dim, float64; on this device if there is no gradient. A value to be summed
+    over ranks must be on the same kind of device on all of them: otherwise one rank would wait in gloo for others in
+    NCCL."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(list(gradients))  # pyright: ignore[reportPrivateImportUsage]
@@ -18,8 +19,8 @@ def squares_of(gradients: Sequence[Tensor], device: torch.device | None = None) 
 
 
 def clip_factor(norm: Tensor, limit: float | None) -> Tensor:
-    """The factor that scales gradients down to a norm of at most `limit`, as a tensor on the device, which is not
-    waited for."""
+    """The factor that scales gradients down to a norm of at most `limit`, as a tensor on the device; does not wait for
+    it."""
     if limit is None:
         return torch.ones_like(norm)
     return (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -1,5 +1,5 @@
-"""The store of workers that another launcher started: torchrun's own, or one that rank 0 serves at MASTER_ADDR and
-MASTER_PORT, as torch.distributed's "env://" does."""
+"""The store of workers started by another launcher: torchrun's own, or one that rank 0 serves at MASTER_ADDR and
+MASTER_PORT, as with torch.distributed's "env://" method."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _ASK_AGAIN_S = 0.2
 
 class _Served(NamedTuple):
     address: str
-    """At which it is reached from this process."""
+    """The address at which this process reaches it."""
     server: TCPStore
 
 
 def launcher_has_store() -> bool:
-    """Whether the launcher serves the store itself, as torchrun does unless it is told not to."""
+    """Whether the launcher serves the store itself, as torchrun does by default."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def open_launcher_store(name: str, rank: int, stop: Callable[[], bool] = lambda: False) -> Store:
-    """This rank's connection to the store, with keys of its own under `name`. Raises PlaitError where rank 0 cannot
-    listen, or is not found there, or `stop` says that nobody wants to wait for it any more."""
+    """This rank's connection to the store, with separate keys under `name`. Raises PlaitError if rank 0 cannot listen,
+    or is not found there, or `stop` says that waiting should end."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not launcher_has_store():
         if rank == 0:
@@ -47,7 +47,7 @@ def open_launcher_store(name: str, rank: int, stop: Callable[[], bool] = lambda:
 
 @cache
 def _serve(host: str, port: int) -> _Served:
-    """Serve the store, once: it ends with the last reference, and this process keeps one."""
+    """Serve the store, once: it ends with the last reference, which this process keeps."""
     listener = _listener(host, port)
     address: str = listener.getsockname()[0]
     here = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
@@ -57,8 +57,8 @@ def _serve(host: str, port: int) -> _Served:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A socket that listens at MASTER_ADDR alone; at all addresses only where that is none of this machine's, as a
-    service's is in Kubernetes, or others could not reach it."""
+    """A socket that listens only at MASTER_ADDR; at all addresses if that is not one of this machine's, as for a
+    service in Kubernetes, since others could not reach it otherwise."""
     for family, address in _places(host, port):
         listener = socket.socket(family)
         try:
@@ -90,7 +90,7 @@ def _places(host: str, port: int) -> Iterator[tuple[socket.AddressFamily, str]]:
 
 
 def _others_are_elsewhere() -> bool:
-    """Whether there are ranks that could not come to an address of the loopback interface."""
+    """Whether some ranks could not reach an address of the loopback interface."""
     here = os.environ.get("LOCAL_WORLD_SIZE")
     return "KUBERNETES_SERVICE_HOST" in os.environ if here is None else here != os.environ.get("WORLD_SIZE")
 
@@ -116,8 +116,8 @@ def _wait_for_server(host: str, port: int, stop: Callable[[], bool]) -> None:
         except OSError as error:
             if stop() or time.monotonic() > deadline:
                 raise PlaitError(
-                    f"nobody listens at MASTER_ADDR = {host}, MASTER_PORT = {port} ({error}); see what rank 0 printed, "
-                    "and set both to where rank 0 runs"
+                    f"nothing listens at MASTER_ADDR = {host}, MASTER_PORT = {port} ({error}); see what rank 0 "
+                    "printed, and set both to where rank 0 runs"
                 ) from None
             time.sleep(_ASK_AGAIN_S)
         else:

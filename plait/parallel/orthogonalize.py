@@ -1,5 +1,5 @@
-"""Newton-Schulz iterations, by which Muon (Jordan et al. 2024) makes the update of a matrix orthogonal, and the size
-that the update then gets (Liu et al. 2025, arXiv 2502.16982)."""
+"""Newton-Schulz iterations, with which Muon (Jordan et al. 2024) makes the update of a matrix orthogonal, and the scale
+of the update (Liu et al. 2025, arXiv 2502.16982)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic iteration, chosen for the steepest slope at 0; singular values end between about 0.7
 and 1.2."""
 EPSILON = 1e-7
-"""Smallest norm that a matrix is divided by."""
+"""The smallest norm by which a matrix is divided."""
 RMS_OF_ADAMW = 0.2
 """Root mean square of AdamW's updates at a learning rate of 1, as Liu et al. measured it."""
 
 
 def orthogonalize(x_bmn: Tensor) -> Tensor:
-    """The matrices with their singular values brought close to 1, by Newton-Schulz iterations in their own dtype; m is
-    at most n. Overwrites what it is given."""
+    """The matrices with their singular values brought close to 1 by Newton-Schulz iterations in their own dtype; m is
+    at most n. Overwrites its input."""
     a, b, c = COEFFICIENTS
     norms_b11 = torch.linalg.vector_norm(x_bmn, dim=(1, 2), keepdim=True)
     x_bmn = x_bmn.div_(norms_b11.clamp(min=EPSILON))  # under one name, so that at most two of them are in memory

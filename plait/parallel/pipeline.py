@@ -137,7 +137,7 @@ class StagePipe:
             self.ends.settle()
 
     def chunk_of(self, action: Action) -> int:
-        """Which of this rank's chunks an action works on."""
+        """The chunk of this rank on which an action works."""
         return action.stage // self.layout.pipeline
 
     def room_for(self, micro: Micro) -> Tensor:

@@ -27,7 +27,7 @@ UpdatedBy = Literal["this rank", "another rank"]
 
 
 class Gradients(Protocol):
-    """What makes a step's local gradients global; every rank of the mesh calls the same methods in the same order."""
+    """Makes a step's local gradients global; every rank of the mesh calls the same methods in the same order."""
 
     @property
     def buckets(self) -> list[Tensor]:
@@ -152,7 +152,7 @@ class HeldWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerUnitPart:
-    """Which rectangle of which weight begins at number `first` of a unit's flattened parameter."""
+    """The rectangle of a weight that begins at number `first` of a unit's flattened parameter."""
 
     name: str
     box: Box
@@ -165,7 +165,7 @@ class OptimizerUnitPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerUnit:
-    """What the optimizer updates on this rank; `owned` on one of the ranks that update the same numbers."""
+    """The numbers that the optimizer updates on this rank; `owned` on one of the ranks that update the same ones."""
 
     parameter: nn.Parameter
     decays: bool

@@ -1,4 +1,4 @@
-"""What ranks on TPU chips must agree on before one of them uses its chip: where they all listen, and how chips lie."""
+"""What ranks on TPU chips must agree on before they use their chips: their addresses, and the topology of the slice."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from plait.errors import PlaitError
 from plait.machines.tpus import TOPOLOGIES
 
 ADDRESSES, TOPOLOGY = "TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY"
-"""The variables from which torch_tpu's collectives learn of the slice: one HOST:PORT for each rank, in their order, and
-the chips along each axis of the slice."""
+"""The variables that describe the slice to torch_tpu's collectives: one HOST:PORT per rank, in order, and the number of
+chips along each axis of the slice."""
 
 
 def join_slice(
@@ -24,8 +24,8 @@ def join_slice(
     generation: str,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Set this rank's variables, those that a person or the cloud has set as they are. Every rank must call it; blocks
-    until all have."""
+    """Set this rank's variables, except those that the user or the cloud has set. Every rank must call it; blocks until
+    all have."""
     if world_size == 1:
         compute_alone(environment)
         return
@@ -40,23 +40,23 @@ def join_slice(
 
 
 def compute_alone(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Hide from torch_tpu that this process has a rank: it would take the process for one of a slice, and stop."""
+    """Hide this process's rank from torch_tpu, which would otherwise take the process for part of a slice, and stop."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
 
 
 def topology(world_size: int, local_world_size: int, generation: str) -> str:
-    """How the chips of one machine lie; raises PlaitError where that is not known."""
+    """The topology of one machine's chips; raises PlaitError if it is unknown."""
     shapes = TOPOLOGIES.get(generation, {})
     if world_size == local_world_size and world_size in shapes:
         return shapes[world_size]
     if world_size == local_world_size:
         counts = " or ".join(map(str, shapes)) or "1"
         raise PlaitError(
-            f"{world_size} workers make no rectangle of {generation or 'TPU'} chips; write run.workers = {counts}"
+            f"{world_size} workers do not form a rectangle of {generation or 'TPU'} chips; write run.workers = {counts}"
         )
     raise PlaitError(
-        f"the run has {world_size} chips in several machines, and how they lie in the slice is not known; set "
+        f"the run has {world_size} chips on several machines, and their topology in the slice is unknown; set "
         f'{TOPOLOGY} to the slice\'s shape on every machine, such as "4,4,1" for a v5e-16'
     )
 

@@ -1,9 +1,9 @@
-"""Reports what this process does in a step, and when, to a recorder. Usually there is none.
+"""Reports what this process does in a step, and when, to a recorder. By default there is none.
 
 Note [one watch]: ranks are processes, and a process has one set of process groups, one stream of steps and so one
-WATCH. Code that computes a pass, begins a message or waits for one says so here, as in `with WATCH.work("forward"): …`.
-Without a recorder, that costs an attribute look-up and an empty context: less than a microsecond, some dozens of times
-in a step. No hook is installed anywhere.
+WATCH. Code that computes a pass, begins a message or waits for one reports it here, as in `with WATCH.work("forward"):
+…`. Without a recorder, that costs an attribute look-up and an empty context: less than a microsecond, a few dozen times
+per step. No hook is installed anywhere.
 """
 
 from __future__ import annotations

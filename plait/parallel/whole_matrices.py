@@ -1,8 +1,8 @@
 """Brings the pieces of each matrix to the rank that computes with the whole of it, and the results back.
 
-How a matrix lies over ranks does not matter: rows that FSDP2 split, a range of a bucket (ZeRO-1), the columns of a
-rank of `tensor`, an expert on some ranks, copies of all of it. Each is a piece, and partition/matrix_owners.py says who
-owns what. All ranks that hold a layer exchange once before the arithmetic and once after it.
+The distribution of a matrix over ranks does not matter: rows that FSDP2 split, a range of a bucket (ZeRO-1), the
+columns of a `tensor` rank, an expert on some ranks, copies of all of it. Each is a piece, and
+partition/matrix_owners.py assigns owners. All ranks with a layer exchange once before the arithmetic and once after it.
 
 It refuses to know what is computed.
 """
@@ -25,17 +25,18 @@ from plait.partition.boxes import Box
 from plait.partition.matrix_owners import BATCH_NUMBERS, CopiesCompute, MatrixTask, Piece, PlacedPiece, assign_owners
 
 Compute = Callable[[Tensor], Tensor]
-"""From matrices [batch, rows, columns], no more rows than columns, to as many of the same shape."""
+"""Maps matrices [batch, rows, columns], with no more rows than columns, to results of the same shape."""
 
 MATRIX_TAG = 2**21
-"""Tag of pieces on their way to owners, and the next one of results: above those of gradient sums (reduction.py)."""
+"""Tag of pieces on their way to owners; the next one is that of results. Above the tags of gradient sums
+(reduction.py)."""
 
 
 class MatrixExchange:
-    """Computes with whole matrices of which this rank holds pieces; alone in a process it holds them whole.
+    """Computes with whole matrices of which this rank has pieces; alone in a process it has them whole.
 
-    `pieces` are the 2-dim parts of the units that it is given, in order. Every rank of the `group`, those that may
-    hold pieces of the same matrices, must make one, and call `results` in each step; or `wholes`, where something else
+    `pieces` are the 2-dim parts of the given units, in order. Every rank of the `group`, which contains all that may
+    have pieces of the same matrices, must make one, and call `results` in each step; or `wholes`, if something else
     computes with the matrices, and then `parts`. `owned` are the tasks of this rank.
     """
 
@@ -54,8 +55,9 @@ class MatrixExchange:
         self._results = _Traffic.of_results(self.tasks, self._rank, len(everybodys))
 
     def results(self, pieces: Sequence[Tensor], compute: Compute, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """The number of each of this rank's pieces, and the same rectangle of its matrix' result. Pieces and results
-        travel in this dtype, which is computed in. Every rank of the group must exhaust it; blocks."""
+        """The number of each of this rank's pieces, and the same rectangle of its matrix's result. Pieces and results
+        are sent in this dtype, which is also that of the computation. Every rank of the group must exhaust it;
+        blocks."""
         device = pieces[0].device if pieces else _device_of(self._group)
         arrived = self._arrived(pieces, dtype, device)
         leaving, places = _room(self._results.sent, dtype, device)
@@ -74,8 +76,8 @@ class MatrixExchange:
         return found
 
     def parts(self, wholes: Sequence[Tensor], dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-        """The number of each of this rank's pieces and the same rectangle of its matrix, as the owners have them, of
-        which this rank gives its own ones. Every rank of the group must exhaust it; blocks."""
+        """The number of each of this rank's pieces and the same rectangle of its matrix, as computed by the owners;
+        this rank passes in those that it owns. Every rank of the group must exhaust it; blocks."""
         device = wholes[0].device if wholes else _device_of(self._group)
         leaving, places = _room(self._results.sent, dtype, device)
         for task, whole in zip(self.owned, wholes, strict=True):
@@ -95,7 +97,7 @@ class MatrixExchange:
         return self._exchanged(self._to_owners, leaving, MATRIX_TAG)
 
     def _computed(self, batch: Sequence[MatrixTask], whole: Tensor, places: _Pieces) -> Iterator[tuple[int, Tensor]]:
-        """This rank's own parts of a batch of results; those of others are copied to their places."""
+        """This rank's own parts of a batch of results; those for others are copied to their places."""
         for task, result in zip(batch, whole, strict=True):
             yield from self._own_parts(task, result.T if _is_tall(task.shape) else result, places)
 
@@ -123,7 +125,7 @@ class MatrixExchange:
         return stack
 
     def _exchanged(self, traffic: _Traffic, leaving: Tensor, tag: int) -> _Pieces:
-        """Send what others need, and return what came, by the rank and number of the piece that it is."""
+        """Send the pieces that others need, and return those that arrived, by rank and piece number."""
         if self._group is None or not traffic.is_any:
             return {}
         arriving, places = _room(traffic.received, leaving.dtype, leaving.device)
@@ -132,7 +134,7 @@ class MatrixExchange:
 
 
 _Pieces = dict[tuple[int, int], Tensor]
-"""Rectangles by the rank and the number of the piece that they are."""
+"""Rectangles by the rank and number of their piece."""
 
 
 def stage_exchange(
@@ -154,7 +156,7 @@ class _Traffic:
     sent: tuple[tuple[PlacedPiece, ...], ...]
     received: tuple[tuple[PlacedPiece, ...], ...]
     is_any: bool
-    """Whether anything travels between any two ranks, of which all must know."""
+    """Whether anything is sent between any two ranks, which all must know."""
 
     @classmethod
     def of_pieces(cls, tasks: Sequence[MatrixTask], rank: int, ranks: int) -> _Traffic:
@@ -191,7 +193,7 @@ class _Traffic:
 
 
 def _room(pieces: Sequence[Sequence[PlacedPiece]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, _Pieces]:
-    """Memory for pieces one after the other, and the place of each in it."""
+    """Memory for consecutive pieces, and the place of each in it."""
     every = [one for some in pieces for one in some]
     room = torch.empty(sum(one.box.numbers for one in every), dtype=dtype, device=device)
     parts = room.split([one.box.numbers for one in every])
@@ -200,8 +202,8 @@ def _room(pieces: Sequence[Sequence[PlacedPiece]], dtype: torch.dtype, device: t
 
 
 def _all_to_all(received: Tensor, sent: Tensor, traffic: _Traffic, group: dist.ProcessGroup, tag: int) -> None:
-    """Each rank's numbers for each other one. From rank to rank on processors: see Note [room first] in collectives.py.
-    As bytes, since gloo moves not every dtype."""
+    """Sends each rank's numbers to each other rank. Point-to-point on CPUs: see Note [room first] in collectives.py. As
+    bytes, since gloo does not support every dtype."""
     size = sent.element_size()
     to, source = ([count * size for count in some] for some in (traffic.sent_numbers, traffic.received_numbers))
     leaving, arriving = sent.view(torch.uint8), received.view(torch.uint8)
@@ -241,7 +243,7 @@ def _batches(tasks: Sequence[MatrixTask]) -> Iterator[list[MatrixTask]]:
 
 
 def _fill(matrix: Tensor, task: MatrixTask, rank: int, pieces: Sequence[Tensor], arrived: _Pieces) -> None:
-    """Put a matrix together of this rank's pieces and of those that arrived."""
+    """Assemble a matrix from this rank's pieces and those that arrived."""
     for one in task.sources:
         piece = pieces[one.number] if one.rank == rank else arrived[one.rank, one.number]
         _rectangle(matrix, one.box).copy_(piece)
@@ -257,5 +259,5 @@ def _rectangle(matrix: Tensor, box: Box) -> Tensor:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the ranks of a group compute, for one that holds no piece."""
+    """The device on which the ranks of a group compute, for one that has no piece."""
     return (accelerator_of_group(group) if group is not None else None) or torch.device("cpu")

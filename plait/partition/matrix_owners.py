@@ -1,6 +1,6 @@
-"""Which rank computes with the whole of a matrix that lies in pieces on several ranks, or in copies.
+"""Assigns each matrix that is in pieces, or copies, on several ranks to a rank that computes with the whole of it.
 
-Pure: every rank knows all ranks' pieces, and finds the same owners without asking anyone.
+Pure: every rank knows all ranks' pieces, and finds the same owners without communication.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Literal
 from plait.partition.boxes import Box
 
 CopiesCompute = Literal["one for all", "each for itself"]
-"""Where several ranks hold copies of a matrix: one rank computes and sends its result to all, or each set of ranks that
-holds the matrix once computes for itself."""
+"""For copies of a matrix on several ranks: one rank computes and sends its result to all, or each set of ranks with a
+complete copy computes for itself."""
 
 NEWTON_SCHULZ_STEPS = 5
 """Iterations of Newton-Schulz by which Muon orthogonalizes a matrix (Jordan et al. 2024)."""
 
 
 BATCH_NUMBERS = 2**24
-"""Numbers of matrices that are computed with at a time, unless one matrix has more: intermediate results are as
-large."""
+"""Most numbers of matrices in one computation, unless one matrix has more: intermediate results are as large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +59,11 @@ def orthogonalization_flops(rows: int, columns: int) -> float:
 
 
 def assign_owners(pieces_of_ranks: Sequence[Sequence[Piece]], copies: CopiesCompute) -> list[MatrixTask]:
-    """An owner for each matrix, or for each copy of it, among the ranks that hold a piece; owners' costs are about
-    equal.
+    """An owner for each matrix, or for each copy of it, among the ranks that have a piece; costs are balanced between
+    owners.
 
-    The most expensive goes first, each to whoever holds most of it and has less than the mean to do with it, else to
-    whoever has least to do. A piece that several ranks hold comes from the owner itself, or from the rank nearest to
+    The most expensive matrix goes first, each to the rank that has most of it and less than the mean work, else to the
+    one with the least work. A piece that several ranks have comes from the owner itself, or from the rank nearest to
     it.
     """
     found: dict[str, list[PlacedPiece]] = {}
@@ -93,7 +92,8 @@ def assign_owners(pieces_of_ranks: Sequence[Sequence[Piece]], copies: CopiesComp
 
 
 def _sets_of(placed: Sequence[PlacedPiece], copies: CopiesCompute) -> list[list[PlacedPiece]]:
-    """The pieces of a matrix by who computes together: all, or those of one copy, with what some ranks hold twice."""
+    """The pieces of a matrix by group of ranks that compute together: all, or those of one copy, with the pieces that
+    some ranks have twice."""
     if copies == "one for all":
         return [list(placed)]
     holders = _by_box(placed)
@@ -105,7 +105,7 @@ def _sets_of(placed: Sequence[PlacedPiece], copies: CopiesCompute) -> list[list[
 
 
 def _nearest(placed: Sequence[PlacedPiece], owner: int) -> tuple[PlacedPiece, ...]:
-    """One holder of each rectangle."""
+    """One source for each rectangle."""
     return tuple(min(some, key=lambda one: (abs(one.rank - owner), one.rank)) for some in _by_box(placed).values())
 
 

@@ -56,7 +56,7 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What the planner predicts of a layout, also scaled to a few timed steps (resolve/resolve.py)."""
+    """The planner's forecast for a layout, also scaled to a few timed steps (resolve/resolve.py)."""
 
     step_s: float
     tensor_bytes: float
@@ -98,7 +98,7 @@ class HostShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What a run computes, whatever the layout and the machines; it stays the same when a run continues."""
+    """The computation of a run, regardless of layout and machines; it stays the same when a run continues."""
 
     shape: ModelShape
     sequence: int
@@ -211,9 +211,9 @@ class Plan:
     reasons: tuple[str, ...]
     """One sentence for each thing that plait chose."""
     faster_arithmetic: str = ""
-    """What of the arithmetic is faster than a processor's default, in one line; empty where nothing is."""
+    """Arithmetic that is faster than a CPU's default, in one line; empty if none is."""
     warnings: tuple[str, ...] = ()
-    """What a person must see before the run, whatever else is shown."""
+    """Warnings that are always shown before the run."""
 
     @property
     def execution(self) -> Execution:

@@ -110,7 +110,7 @@ def _counts(plan: Plan) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _amounts(plan: Plan) -> Iterator[tuple[str, float | None]]:
-    """What must be above 0 where it is given."""
+    """Values that must be above 0 if they are given."""
     yield "budget", plan.job.budget.value
     yield "optimizer.clip", plan.job.optimizer.clip
     yield "step_s", plan.step_s

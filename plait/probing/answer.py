@@ -121,7 +121,7 @@ def parse_report(kind: type[_T], values: Any, where: str) -> _T:
 
 
 def parse_result(values: Mapping[str, Any]) -> ProbeResult:
-    """What rank 0 sent to the leader; raises RunFailed, in one sentence, for what no probe measures."""
+    """The report of rank 0 to the leader; raises RunFailed, in one sentence, for values that no probe measures."""
     return parse_report(ProbeResult, values, "a host")
 
 

@@ -109,7 +109,7 @@ def _timed(work: str, sizes: tuple[int, ...], took: TimingSummary) -> WorkTiming
 
 
 def _streams(model: ProbedModel, figures: Mapping[PieceKey, TimingSummary]) -> Iterable[WorkTiming]:
-    """What a layer takes, forward and backward, besides the pieces that have times of their own."""
+    """A layer's time, forward and backward, without the pieces that are timed separately."""
     attention, sizes = attention_sizes(model), _layer_sizes(model)
     keys = [product_keys(product) for product in layer_products(model)]
     there: list[PieceKey] = [forward for forward, _, _ in keys]

@@ -72,7 +72,7 @@ def store_expert_load(mixture: MixtureShape, load: float, working: WorkingFolder
 
 
 def read_expert_load(mixture: MixtureShape, working: WorkingFolder = CURRENT_FOLDER) -> float | None:
-    """What the last run of such experts measured; None where none did, or where the file is not ours."""
+    """The last run's measurement for such experts; None if there is none, or the file is not ours."""
     try:
         values = parse_object(read_regular_file(_expert_load_path(mixture, working)))
         load = float(values["expert_load"])

@@ -1,4 +1,4 @@
-"""What a short check of machines found, and the verdict about it in words."""
+"""A short check of machines: its findings, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HostState:
     """Memory of the host, not of its GPUs."""
     free_memory_bytes: int
     free_disk_bytes: int
-    """Where runs/ lies."""
+    """The folder that contains runs/."""
     python: SingleLine
     torch: SingleLine
     plait: SingleLine

@@ -53,7 +53,7 @@ def run_machine_check_rank(context: RankContext, argument: str) -> None:
 
 
 def host_state(folder: Path) -> HostState:
-    """What this host is and has free; `folder` is where runs are kept."""
+    """This host's description and free resources; `folder` is where runs are kept."""
     machine = describe_machine()
     versions, memory = dict(machine.versions), usable_memory_bytes()
     return HostState(

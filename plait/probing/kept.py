@@ -93,7 +93,7 @@ def _distance(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 def load_timings(working: WorkingFolder, machine: Machine, say: Log = lambda line: None) -> KeptTimings:
-    """What was measured on a machine. A file that is damaged or not plait's is ignored, and `say` gets a line."""
+    """Earlier measurements of a machine. A file that is damaged or not plait's is ignored, and `say` gets a line."""
     path = _path(working, machine)
     try:
         values = parse_object(read_regular_file(path))

@@ -56,7 +56,7 @@ class MeasuringTime:
         return replace(job, limit_s=min(NO_LIMIT_S, self.left_s))
 
     def sentence(self, missing: list[str]) -> str:
-        """What was not measured, as a reason of the plan; "" where all was."""
+        """What was not measured, as a reason of the plan; empty if everything was."""
         if not missing:
             return ""
         why = (

@@ -45,7 +45,7 @@ MOST_WORKERS = 8
 MOST_TOKENS = 512
 """Rows of the largest products that are measured: more change a processor's rate by little, and take longer."""
 TIMING_PRODUCTS, TIMING_PRECISIONS = "timing matrix products", "timing steps in float32 and bf16"
-"""What a person reads while this goes on."""
+"""Shown to the user meanwhile."""
 RatesFreshness = Literal["kept", "again"]
 """Whether rates that were measured before on such a processor, with this software, are used again."""
 RunProcessors = Literal["same", "other"]

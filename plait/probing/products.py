@@ -245,7 +245,7 @@ def run_products_rank(context: RankContext, argument: str) -> None:
 
 
 def _reported(sent: bytes) -> dict[str, Any]:
-    """What another rank reported, an object or nothing: the leader looks at its values."""
+    """Another rank's report, an object or nothing: the leader checks its values."""
     try:
         return parse_object(sent)
     except ValueError:

@@ -312,7 +312,7 @@ _STAGES: dict[ProbeStage, tuple[int, int, str]] = {
     "arithmetic": (15, 70, "timing the arithmetic of a step"),
     "sums": (70, 100, "timing sums over all workers"),
 }
-"""Where each stage of a probe begins and ends, in percent of its time, and its words."""
+"""Begin and end of each stage of a probe, in percent of its time, and its description."""
 TELL_EVERY_S = 1.0
 """Who hears it redraws a bar, which takes some milliseconds of a core: not more often, as all cores are being timed."""
 

@@ -164,7 +164,7 @@ class StepKey:
 
 
 def kind_of(shape: ModelShape) -> str:
-    """What kinds of layers a model has; models of one kind differ in sizes alone."""
+    """The kinds of layers in a model; models of one kind differ only in size."""
     adapter = shape.adapter and f"{shape.adapter.variant} {shape.adapter.rank}"
     experts = shape.mixture and f"{shape.mixture.experts_per_token} of {shape.mixture.experts} experts"
     return ", ".join(part for part in (shape.activation, adapter, experts, shape.latent and "latent") if part)

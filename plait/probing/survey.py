@@ -47,7 +47,7 @@ class MachineSurvey:
     machine: Machine
     peak_flops: float | None
     peak_doubt: str = ""
-    """What makes the peak doubtful, in a sentence; empty where nothing does."""
+    """A sentence on why the peak is doubtful; empty if it is not."""
     others: tuple[Machine, ...] = ()
     """The machines of the run's other hosts."""
     probe: Probe | None = None
@@ -186,7 +186,7 @@ def _cluster_of_some(
 
 
 def places_in(hosts: Sequence[HostMachine], before: Sequence[HostMachine]) -> list[int]:
-    """Where each of `hosts` stands in `before`, the first one first there, too; empty where one does not."""
+    """The position of each of `hosts` in `before`, if the first one is first there, too; empty if one is missing."""
     free, found = list(range(len(before))), list[int]()
     for machine, _, workers in hosts:
         alike = [at for at in free if (before[at][0], before[at][2]) == (machine, workers)]

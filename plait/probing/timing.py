@@ -98,7 +98,7 @@ class WallClock:
 
 
 def tell_nobody(share: float) -> None:
-    """Where nobody wants to know how far the timing is."""
+    """A progress callback that does nothing."""
 
 
 class DeviceEvent(Protocol):

@@ -66,7 +66,7 @@ def append_line(path: Path, text: str) -> None:
 
 
 def _end_of_last_line(descriptor: int) -> int:
-    """Where the next line of a file begins."""
+    """The position at which the next line of a file should begin."""
     end = os.fstat(descriptor).st_size
     while end:
         begin = max(0, end - _LOOK_BYTES)

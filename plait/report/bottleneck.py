@@ -1,4 +1,4 @@
-"""What limits a run, and what a change would gain: one value, which the page, the terminal and the receipt show."""
+"""A run's bottleneck and the gain from changes: one value for the page, the terminal and the receipt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBottleneck:
-    """What limits a run; `remedies` are changes that gain 5 % or more, the best first."""
+    """A run's bottleneck; `remedies` are changes that gain 5 % or more, the best first."""
 
     cause: BottleneckCause
     share: float

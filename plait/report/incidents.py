@@ -113,7 +113,7 @@ class SkippedRange:
 
 
 def skipped_ranges(incidents: Sequence[Incident]) -> Sequence[SkippedRange]:
-    """What a run with these incidents left out, in the order of steps."""
+    """The samples that a run with these incidents left out, in the order of steps."""
     found = [
         SkippedRange(step=one.bad_step, first=one.skipped_first, last=one.skipped_last)
         for one in incidents

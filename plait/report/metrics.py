@@ -59,12 +59,12 @@ class StepReport:
     expert_load_max: float | None = None
     """In a mixture of experts, the busiest expert's tokens over the mean, of the layer where that is most."""
     expert_dropped: float | None = None
-    """Where experts have a capacity, the share of the tokens' choices that found no room, over all layers."""
+    """If experts have a capacity, the share of the tokens' choices that found no room, over all layers."""
     auxiliary_losses: Mapping[str, float | None] | None = None
     """The mean loss of each head in the middle ("layer_4") and depth of prediction ahead ("ahead_1"), without its
     weight; `loss` is that of the next token alone. None as a value is what was not finite."""
     reward_margin: float | None = None
-    """Where pairs are learned from, the mean of beta × the log-ratio of the chosen answer less that of the rejected."""
+    """When training on pairs, the mean of beta × the log-ratio of the chosen answer less that of the rejected."""
     pair_accuracy: float | None = None
     """Share of the pairs whose margin is above 0."""
     loss_scale: float | None = None

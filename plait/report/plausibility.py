@@ -12,7 +12,7 @@ def mfu_text(mfu: float) -> str:
 
 
 def mfu_doubt(mfu: float | None) -> str:
-    """What is wrong with an MFU above 1, as the end of a sentence; empty where nothing is."""
+    """The error behind an MFU above 1, as the end of a sentence; empty if there is none."""
     if mfu is None or mfu <= 1:
         return ""
     return (
@@ -21,7 +21,7 @@ def mfu_doubt(mfu: float | None) -> str:
 
 
 def efficiency_doubt(efficiency: float, workers: int) -> str:
-    """What is wrong with more speed-up than there are workers, as the end of a sentence; empty where nothing is."""
+    """The error behind a speed-up above the number of workers, as the end of a sentence; empty if there is none."""
     if efficiency <= 1 + LEAST_EXCESS:
         return ""
     return f"; hardly possible with {workers}: one device alone is probably faster than that estimate"

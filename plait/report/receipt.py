@@ -103,7 +103,7 @@ class Receipt:
     lost_by_cause: Mapping[str, float] | None = None
     """Seconds that failures cost, by their cause: found, back at work, and steps done again."""
     bottleneck: RunBottleneck | None = None
-    """What limited the run at its end, and what a change would gain; None where no rank sent its times."""
+    """The run's bottleneck at its end, and the gain from changes; None if no rank sent its times."""
 
     @property
     def step_error(self) -> float | None:
@@ -144,7 +144,7 @@ class Receipt:
         return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The receipt as a notebook shows it."""
         rows = "".join(
             f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in receipt_rows(self) if text
         )
@@ -152,7 +152,7 @@ class Receipt:
 
 
 def receipt_rows(receipt: Receipt) -> list[tuple[str, str]]:
-    """What a receipt says, as names and texts; a text is empty where nothing is known."""
+    """A receipt's contents, as names and texts; a text is empty if its value is unknown."""
     degrees: Mapping[str, Any] = receipt.layout
     layout, ranks = Layout(**degrees), receipt.world_size
     speed = f"{format_count(receipt.tokens_per_s)} tokens/s, {format_duration(receipt.step_s_median)} a step (median)"

@@ -17,7 +17,7 @@ _SHOWN_CHARACTERS, _SHOWN_OF_PROMPT = 160, 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleReport:
-    """What the model wrote after `step` steps (0: before the first). `text` does not repeat the prompt."""
+    """The model's text after `step` steps (0: before the first). `text` does not repeat the prompt."""
 
     step: int
     prompt: str

@@ -1,4 +1,5 @@
-"""Where reports go: one interface, and its leaves for files in the run's folder, TensorBoard, and several at once."""
+"""Destinations of reports: one interface, and its leaves for files in the run's folder, TensorBoard, and several at
+once."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Series:
 
     def __init__(self) -> None:
         self.level = self.noise = self.now = 0.0
-        """What is usual, how much that varies, and the median of the last WINDOW values."""
+        """The typical value, its variation, and the median of the last WINDOW values."""
         self._recent: deque[tuple[int, float]] = deque(maxlen=LAG_STEPS)
         self._window: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._usual: deque[float] = deque(maxlen=OBSERVATIONS_KEPT_STEPS)

@@ -25,11 +25,11 @@ MessageKind = Literal[
     "step numbers",
     "counts",
 ]
-"""What travels between ranks."""
+"""Kinds of communication between ranks."""
 SpanKind = StepWork | MessageKind
 Lane = Literal["work", "wait", "message"]
-"""work: what a rank does. wait: a part of that in which it waits for others. message: from when something was sent,
-or a sum began, until the rank went on with the result."""
+"""work: activity of a rank. wait: a part of it in which the rank waits for others. message: from the start of a
+transfer or sum until the rank continued with the result."""
 KIND_TEXTS: Mapping[SpanKind, str] = {
     "data": "fetch of samples",
     "forward": "forward",
@@ -62,7 +62,7 @@ class TimelineSpan:
     start_s: float
     end_s: float
     stage: int = -1
-    """Of the model, counted from 0, for the passes of a pipeline; -1: no stage."""
+    """Stage of the model, counted from 0, for the passes of a pipeline; -1: none."""
     micro: int = -1
     """Micro-batch of the step, counted from 0; -1: none."""
     n_bytes: int = 0
@@ -74,7 +74,7 @@ class TimelineSpan:
 
     @property
     def name(self) -> str:
-        """What people read: "forward 3, stage 2", counted from 1."""
+        """The displayed name, such as "forward 3, stage 2", counted from 1."""
         if self.kind == "stage message" and self.micro >= 0:
             return f"message of micro-batch {self.micro + 1} from stage {self.stage + 1}"
         micro = f" {self.micro + 1}" if self.micro >= 0 else ""
@@ -96,7 +96,7 @@ class RankTimeline:
     spans: tuple[TimelineSpan, ...]
     host: str = ""
     clock_error_s: float = 0.0
-    """The most by which this rank's times may be shifted against rank 0's; 0 on the same machine."""
+    """Bound on the shift between this rank's clock and rank 0's; 0 on the same machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,10 +133,10 @@ def timeline_from_json(text: str | bytes) -> StepTimeline:
 
 
 def with_stage_messages(timeline: StepTimeline) -> StepTimeline:
-    """The timeline with a message for each result that went to another rank's stage, on the sender's lane: from the end
-    of the pass that made it to the moment when the receiver went on with it.
+    """The timeline with a message for each result that went to another rank's stage, in the sender's lane: from the end
+    of the pass that made it until the receiver continued with it.
 
-    Nobody sees when such a message arrives: a result that came early lies in memory until its pass begins.
+    The arrival itself is not observable: an early result waits in memory until its pass begins.
     """
     took = {
         (span.step, span.kind, span.stage, span.micro): (own.rank, _went_on_s(span, own.spans))
@@ -184,7 +184,7 @@ _TOUCHING_S = 1e-9
 def own_seconds(spans: Sequence[TimelineSpan]) -> Iterator[tuple[TimelineSpan, float]]:
     """Each span of work and each wait of one rank with its own seconds, without the spans inside it.
 
-    A message has no own seconds: it travels beside the work.
+    A message has no own seconds: it overlaps with work.
     """
     inner_s = dict[int, float]()
     open_spans = list[int]()

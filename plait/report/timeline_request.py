@@ -1,4 +1,4 @@
-"""Asks a run that is training for a timeline: by a file in its folder, which its first rank answers there."""
+"""Requests a timeline from a run that is training, through a file in its folder that its first rank answers."""
 
 from __future__ import annotations
 

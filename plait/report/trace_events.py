@@ -1,8 +1,10 @@
-"""Timelines as JSON of Chrome's trace-event format, which ui.perfetto.dev and chrome://tracing open.
+"""Timelines as JSON in Chrome's trace-event format, which ui.perfetto.dev and chrome:
 
-Each rank is a process of the trace, and each lane a thread of it, the plan's above those that were measured. Complete
-events (ph "X") on one thread must be nested or apart, so messages that overlap get lanes of their own. Arrows (ph "s"
-and "f") lead from a stage's pass to the pass that waits for its result. Times are in microseconds.
+tracing open.
+
+Each rank is a process of the trace, and each of its lanes a thread, the planned ones above the measured ones. Complete
+events (ph "X") on one thread must be nested or disjoint, so overlapping messages get separate lanes. Arrows (ph "s" and
+"f") lead from a stage's pass to the pass that waits for its result. Times are in microseconds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run has done, what its time went to, and which samples its steps took, read from the files in its folder."""
+"""A run's progress, the use of its time, and the samples of its steps, read from the files in its folder."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ TIME_IN_WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerLine:
-    """The samples that one step took: positions `first` to `last` of the run's order of data, both included.
+    """The samples of one step: positions `first` to `last` of the run's order of data, both included.
 
-    `tokens` is how many tokens of them entered the loss, `generation` the number of the start that took the step, 0
-    where nothing tells it.
+    `tokens` is the number of their tokens that entered the loss, `generation` the number of the start that took the
+    step, or 0 if unknown.
     """
 
     step: int
@@ -59,32 +59,33 @@ class LedgerLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAccount:
-    """Where a run stands; `seconds` is the time of all its starts by what it went to, and adds up to `wall_s`."""
+    """The status of a run; `seconds` splits the time of all its starts by use, and adds up to `wall_s`."""
 
     run: str
     state: RunState
     step: int
-    """The last step that was reported."""
+    """The last reported step."""
     step_saved: int | None
-    """The step of the newest checkpoint, which is not verified here; None where there is none."""
+    """The step of the newest checkpoint, which is not verified here; None if there is none."""
     saved_at: datetime | None
     """When that checkpoint was made, in UTC."""
     steps: int
     starts: int
     wall_s: float
     useful_share: float
-    """Seconds of the steps that count, over all."""
+    """Share of the time spent in steps that count."""
     seconds: Mapping[str, float]
     samples_lost: int
     samples_repeated: int
     skipped: Sequence[SkippedRange]
-    """Samples that were left out on purpose, in the order of steps; they count neither as lost nor as repeated."""
+    """Samples skipped on purpose, in the order of steps; they count neither as lost nor as repeated."""
     lost_by_cause: Mapping[str, float]
-    """Seconds that failures cost, by their cause: found, back at work, and steps done again. Part of `seconds`."""
+    """Seconds that failures cost, by cause: until found, until training again, and repeated steps. Part of
+    `seconds`."""
     bottleneck: RunBottleneck | None
-    """What limits the run now, or limited it at its end; None while nothing tells it."""
+    """What limits the run now, or limited it at its end; None if unknown."""
     checked_checkpoints: Sequence[int]
-    """Steps of the checkpoints whose cursor is where the ledger says."""
+    """Steps of the checkpoints whose cursor agrees with the ledger."""
     incidents: Sequence[Incident]
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,12 +98,12 @@ class RunAccount:
 
     @property
     def samples_skipped(self) -> int:
-        """How many samples were left out on purpose."""
+        """Number of samples skipped on purpose."""
         return sum(one.last - one.first + 1 for one in self.skipped)
 
 
 def account_of(folder: RunFolder) -> RunAccount:
-    """The account of a run that has begun; raises PlaitError where a file of it is damaged."""
+    """The account of a run that has begun; raises PlaitError if a file of it is damaged."""
     plan = folder.saved_plan()
     reports, _ = read_metrics(folder.metrics)
     incidents, back = read_incidents(folder.incidents)
@@ -117,7 +118,7 @@ def account_of(folder: RunFolder) -> RunAccount:
         "done_again": sum(one.lost_s for one in incidents),
         "failures": sum(one.found_after_s for one in incidents) + sum(one.back_after_s for one in back),
     }
-    # The way back to work is a start, too: it is counted where it belongs.
+    # Recovery is a start, too: its time is counted separately.
     spent["starting"] = max(0.0, spent["starting"] - sum(one.back_after_s for one in back))
     wall_s = max(totals.wall_s, sum(spent.values()))
     steps = [line.step for line in ledger]
@@ -153,10 +154,10 @@ def _newest_save(folder: RunFolder) -> tuple[int | None, datetime | None]:
 
 
 def ledger_of(folder: RunFolder) -> Sequence[LedgerLine]:
-    """One line for each step that counts, in the order of metrics.jsonl, from which steps done again were cut.
+    """One line for each step that counts, in the order of metrics.jsonl, without the steps that were repeated later.
 
-    The order of data is a function of the seed, the text and the position (docs/guide-data.md), and each step takes as
-    many positions as the plan's batch has sequences, after those that were skipped.
+    The order of data is a function of the seed, the text and the position (docs/guide-data.md). Each step takes as many
+    positions as the plan's batch has sequences, after those that were skipped.
     """
     batch = folder.saved_plan().job.batch_sequences
     reports, _ = read_metrics(folder.metrics)
@@ -175,7 +176,7 @@ def ledger_of(folder: RunFolder) -> Sequence[LedgerLine]:
 
 
 def _checked_cursors(folder: RunFolder, batch_sequences: int, skipped: Sequence[int]) -> Sequence[int]:
-    """Raises PlaitError where a checkpoint's data cursor is not where its step's samples end."""
+    """Raises PlaitError if a checkpoint's data cursor is not where its step's samples end."""
     checked = []
     for path in published_checkpoints(folder.checkpoints):
         manifest = read_manifest(path)

@@ -38,11 +38,12 @@ _NOT_COMPARED = (
     "machines.left_out", "arithmetic.matmul_flops", "arithmetic.matmul_error", "cadence.copy_", "job.corpus",
     "job.budget.epoch_tokens", "job.base_fingerprint",
 )  # fmt: skip
-"""Of a plan: what was measured or foretold, and what other parts of the comparison tell."""
+"""Keys of a plan that are not compared: measurements and forecasts, and keys that other parts of the comparison
+cover."""
 _READ_ALIKE = ("data.files", "data.tokenizer", "data.bad_records")
-"""Keys of [data] that may differ where the text is the same."""
+"""Keys of [data] that may differ for the same text."""
 LAST_SHARE = 0.1
-"""Share of a run's tokens over whose steps a training loss is averaged."""
+"""Share of a run's tokens, at its end, over which a training loss is averaged."""
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Two-sided 95 % quantiles of Student's t with 1 to 10 degrees of freedom."""
 
@@ -59,7 +60,7 @@ class _ReadRun:
     receipt: Receipt | None
     state: RunState
     index: CorpusIndex | None
-    """Of its prepared data; None where they are gone."""
+    """The index of its prepared data; None if they are gone."""
 
     @property
     def seed(self) -> int:
@@ -72,8 +73,8 @@ class _ReadRun:
 
 
 def _learned(folder: RunFolder, recipe: Mapping[str, Any], plan: Plan) -> tuple[object, ...]:
-    """All that decides what a run learned but its seed, and the layout, which changes rounding alone. Earlier plans are
-    part of it: a larger budget later on is not the same as that budget from the beginning."""
+    """Everything that decides what a run learned, except its seed, and except the layout, which changes only rounding.
+    Earlier plans are included: a budget that was raised later is not the same as that budget from the beginning."""
     job, arithmetic = plan.job, plan.arithmetic
     earlier = [read_plan(path).job for path in sorted(folder.path.glob("plan-*.json"))]
     values = job.shape, job.sequence, job.batch_sequences, job.optimizer, job.steps, job.documents, job.base
@@ -86,7 +87,7 @@ def _learned(folder: RunFolder, recipe: Mapping[str, Any], plan: Plan) -> tuple[
 
 
 def compare_folders(first: RunFolder, second: RunFolder, working: WorkingFolder) -> RunComparison:
-    """Two runs compared; raises PlaitError where one of them cannot be read."""
+    """Compare two runs; raises PlaitError if one of them cannot be read."""
     runs = _read_run(first, working), _read_run(second, working)
     one, other = runs
     text = _text_relation(one, other)
@@ -162,7 +163,7 @@ def _text_relation(one: _ReadRun, other: _ReadRun) -> TextRelation:
 
 
 def _compared_loss(one: _ReadRun, other: _ReadRun, text: TextRelation, working: WorkingFolder) -> LossComparison | str:
-    """The losses beside each other, or the sentence that says why they cannot be compared."""
+    """Both losses, or a sentence why they cannot be compared."""
     names = [run.folder.path.name for run in (one, other)]
     of_pairs = [bool(run.steps) and run.steps[-1].pair_accuracy is not None for run in (one, other)]
     if of_pairs[0] != of_pairs[1]:
@@ -236,7 +237,7 @@ def _training_loss(one: _ReadRun, other: _ReadRun) -> LossComparison | str:
 
 
 def _seed_noise(one: _ReadRun, other: _ReadRun, unit: LossUnit, working: WorkingFolder) -> SeedNoise | None:
-    """From the finished runs of this folder that differ from one of the two by their seed alone."""
+    """The noise between seeds, from finished runs of this folder that differ from one of the two only by seed."""
     if one.state != "finished" or other.state != "finished":
         return None
     groups: tuple[dict[int, float], dict[int, float]] = {}, {}
@@ -272,7 +273,7 @@ def _end_of(
     folder: RunFolder, wanted: Sequence[tuple[object, ...]]
 ) -> tuple[tuple[object, ...], int, EvalReport] | None:
     """What a finished run learned, its seed and its last evaluation, if it learned what is wanted."""
-    with suppress(PlaitError, OSError):  # damaged, or deleted meanwhile: it tells nothing of seeds
+    with suppress(PlaitError, OSError):  # damaged, or deleted meanwhile: no evidence about seeds
         plan, recipe = folder.saved_plan(), flat_values(folder.saved_config())
         learned = _learned(folder, recipe, plan)
         if learned not in wanted or not folder.is_finished:

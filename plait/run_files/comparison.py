@@ -1,4 +1,4 @@
-"""A comparison of two runs as values and in lines for people: what `plait compare` prints."""
+"""A comparison of two runs as values and as printed lines: the output of `plait compare`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from plait.run_files.summary import LossUnit, RunState
 from plait.units import counted, format_count, format_duration, times_text
 
 TextRelation = Literal["same tokens", "same text", "other text", "unknown"]
-"""Whether two runs learned from the same prepared tokens, from the same text by another tokenizer, or from another
-text; unknown where prepared data are gone."""
+"""Whether two runs learned from the same prepared tokens, from the same text with different tokenizers, or from
+different texts; unknown if prepared data are gone."""
 Effect = Literal["loss", "speed", "loss and speed", "neither"]
-"""What a difference between two plans can change."""
+"""The results that a difference between two plans can change."""
 _EFFECTS: Sequence[tuple[str, Effect]] = (
     ("job.shape.", "loss and speed"),
     ("job.sequence", "loss and speed"),
@@ -34,7 +34,7 @@ _EFFECTS: Sequence[tuple[str, Effect]] = (
     ("machines.", "speed"),
 )
 SHOWN_AT_MOST = 12
-"""Differences of one kind that are listed; --json has all."""
+"""Most differences listed per kind; --json has all."""
 _ALIKE_SPEED = 1.02
 _LONGEST_VALUE = 60
 
@@ -50,10 +50,10 @@ class RunDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedNoise:
-    """What runs that differ by their seed alone tell of a difference between two recipes."""
+    """The noise between runs that differ only by seed, for a difference between two recipes."""
 
     runs: tuple[int, int]
-    """Runs like the first, and like the second one, themselves included."""
+    """Number of runs like the first and like the second one, including themselves."""
     means: tuple[float, float]
     deviation: float
     """Standard deviation between seeds, pooled over both."""
@@ -68,7 +68,7 @@ class SeedNoise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossComparison:
-    """Losses of two runs on the same text; the lower is the better."""
+    """Losses of two runs on the same text; lower is better."""
 
     unit: LossUnit
     text: Literal["held out", "training"]
@@ -77,12 +77,12 @@ class LossComparison:
     tokens: tuple[int, int]
     """Training tokens when these were measured."""
     seeds: SeedNoise | None
-    """None where no other run differs from one of the two by its seed alone."""
+    """None if no other run differs from one of the two only by seed."""
     differ_by_seed_alone: bool
     heldout_tokens: int | None
     text_error: float | None
-    """About the standard error of one such loss for other text of the same kind, if losses of tokens spread as widely
-    as their mean; that of a difference on the same text is smaller."""
+    """Rough standard error of one such loss on other text of the same kind, if the losses of tokens vary as much as
+    their mean; that of a difference on the same text is smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class SpeedComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """Two runs beside each other. `print` shows what `plait compare` prints."""
+    """Two compared runs. `print` shows the output of `plait compare`."""
 
     names: tuple[str, str]
     states: tuple[RunState, RunState]
@@ -111,14 +111,14 @@ class RunComparison:
     text: TextRelation
     loss: LossComparison | None
     why_no_loss: str
-    """A sentence where losses cannot be compared."""
+    """A sentence if losses cannot be compared, else empty."""
     speed: SpeedComparison | None
     settings: tuple[str, ...]
-    """With which the first run's recipe gives that run again, another seed aside."""
+    """Settings with which the first run's recipe repeats that run, except for the seed."""
 
     @property
     def better(self) -> str | None:
-        """The run with the lower loss; None where that is within the noise of seeds, or cannot be compared."""
+        """The run with the lower loss; None if the difference is within the noise of seeds, or unknown."""
         if self.loss is None or self.loss.differ_by_seed_alone or (self.loss.seeds and not self.loss.seeds.is_beyond):
             return None
         values = self.loss.seeds.means if self.loss.seeds else self.loss.losses
@@ -143,12 +143,12 @@ class RunComparison:
         return "\n".join(comparison_lines(self))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The comparison as a notebook shows it."""
         return f"<pre>{escape(printable(str(self)))}</pre>"
 
 
 def effect_of(key: str) -> Effect:
-    """What a difference in a plan's key can change."""
+    """The results that a difference in a plan's key can change."""
     for begin, effect in _EFFECTS:
         if key.startswith(begin):
             return effect
@@ -169,9 +169,9 @@ def comparison_lines(found: RunComparison) -> Iterator[str]:
 
 _TEXTS = {
     "same tokens": "the same text and tokens",
-    "same text": "the same text, divided into tokens by different tokenizers: losses are compared per byte",
+    "same text": "the same text, tokenized differently: losses are compared per byte",
     "other text": "different texts",
-    "unknown": "other tokens; the prepared data that would tell whether their text is the same are gone",
+    "unknown": "different tokens; whether the text is the same is unknown, because prepared data are gone",
 }
 
 
@@ -189,7 +189,7 @@ def _loss_lines(found: RunComparison) -> Iterator[str]:
     yield f"noise    {_seeds_text(found, loss)}"
     if loss.heldout_tokens and loss.text_error is not None:
         yield (
-            f"         of the held-out text ({format_count(loss.heldout_tokens)} tokens): on other text of its kind a "
+            f"         of the held-out text ({format_count(loss.heldout_tokens)} tokens): on similar text, a single "
             f"loss could be about {loss.text_error:.2g} higher or lower, and the difference between two runs by less"
         )
     if not _is_within_noise(found) and (explained := _explained_loss(found)):
@@ -217,16 +217,16 @@ def _seeds_text(found: RunComparison, loss: LossComparison) -> str:
         known = (
             f"; {counted(seeds.runs[0], 'seed')} differ by {seeds.deviation:.4f} (standard deviation)" if seeds else ""
         )
-        return f"the two differ by their seed alone: this difference is the noise of seeds{known}"
+        return f"the two differ only by seed: this difference is the noise of seeds{known}"
     if seeds is None:
         if loss.text == "training" or found.states != ("finished", "finished"):
             return (
-                "of seeds: not known, as it takes finished runs with a held-out loss; do not trust a small difference"
+                "of seeds: unknown, since it needs finished runs with a held-out loss; do not trust a small difference"
             )
         name, seed = found.names[0], max(found.seeds) + 1
         words = (f"runs/{name}/recipe.toml", f"run.name={name}-seed{seed}", f"run.seed={seed}", *found.settings)
         return (
-            "of seeds: not known, no run here differs from one of these by its seed alone; to know it, train one: "
+            "of seeds: unknown, since no run here differs from one of these only by seed; to measure it, train one: "
             f"{shlex.join(['plait', 'train', *words])}"
         )
     runs = f"{counted(seeds.runs[0], 'seed')} of {found.names[0]}, {seeds.runs[1]} of {found.names[1]}"
@@ -247,24 +247,22 @@ def _explained_loss(found: RunComparison) -> str:
         return (
             ""
             if seeds
-            else "nothing that changes what is learned differs: what remains is rounding, by layout or kernels"
+            else "nothing that changes the result of training differs: only rounding, from layout or kernels, remains"
         )
     if len(asked) == 1:
         own = asked[0].key.rpartition(".")[2]
         follows = [one for one in causes if not one.key.startswith("job.budget") and not one.key.endswith(own)]
-        derived = f" (from it follow: {_listed(follows)})" if follows else ""
-        only = f"{asked[0].key}, the only setting that differs and changes what is learned"
+        derived = f" (which determines {_listed(follows)})" if follows else ""
+        only = f"{asked[0].key}, the only differing setting that changes the result of training"
         return f"explained by {only}{derived}{seeds}"
     named = asked or causes
     if len(named) == 1:
         return f"explained by {_listed(named)}{seeds}"
-    return (
-        f"may come from {_listed(named)}: two runs cannot tell which; train one that changes one of them alone{seeds}"
-    )
+    return f"may come from {_listed(named)}: two runs cannot tell which; train one that changes only one of them{seeds}"
 
 
 def _asks_for_learning(key: str) -> bool:
-    """Whether a key of a recipe, the seed apart, changes what is learned."""
+    """Whether a key of a recipe, other than the seed, changes the result of training."""
     return key in ("train.budget", "train.sequence", "train.batch_tokens", "train.precision") or (
         key.startswith(("model.", "data.", "optimizer.", "finetune.")) and key != "data.files"
     )
@@ -289,7 +287,7 @@ def _speed_lines(found: RunComparison) -> Iterator[str]:
     verdict = "about equally fast" if times < _ALIKE_SPEED else f"{fast} is {faster}"
     yield f"speed    {rates} tokens/s, {steps} a step: {verdict}"
     if (spread := max(speed.spread)) > times - 1 and times >= _ALIKE_SPEED:
-        yield f"         the steps of one run differ by {spread:.0%}, more than that: other programs may be why"
+        yield f"         the steps of one run differ by {spread:.0%}, more than that: other programs may be the cause"
     yield f"         {_explained_speed(found, speed)}"
     if speed.items is not None:
         yield f"         {_items_text(speed)}"
@@ -298,8 +296,8 @@ def _speed_lines(found: RunComparison) -> Iterator[str]:
 def _explained_speed(found: RunComparison, speed: SpeedComparison) -> str:
     causes = [one for one in found.plan if "speed" in effect_of(one.key)]
     if not causes:
-        versions = f" but the versions of {_listed(found.versions)}" if found.versions else ""
-        return f"nothing that decides the speed differs{versions}: other programs or the machine's noise may be why"
+        versions = f" except the versions of {_listed(found.versions)}" if found.versions else ""
+        return f"nothing that affects speed differs{versions}: other programs or the machine's noise may be the cause"
     text = f"explained by {_listed(causes)}" if len(causes) == 1 else f"may come from {_listed(causes)}"
     first, second = speed.forecast_step_s
     if first is None or second is None:

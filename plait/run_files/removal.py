@@ -28,7 +28,7 @@ _OWN_FILES = re.compile(
     r"\..*|recipe\.toml|(plan|receipt|so-far|joined|fetched|timeline-request|timeline-answer)\.json|plan-\d+\.json|shares(-\d+)?\.jsonl"
     r"|(metrics|starts|incidents|rank-times)\.jsonl|checkpoints|tensorboard|logs|base|chat_template\.jinja"
 )
-"""What plait itself makes in a run's folder."""
+"""Names that plait itself creates in a run's folder."""
 _REMOVED = re.compile(r"\..+\.removed-\d+(-\d+)?")
 # Note [removal]: the folder is first renamed to a name that no command takes for a run, with its lock held, and then
 # deleted. A removal that is killed in between leaves that folder, which the next removal deletes.
@@ -36,7 +36,7 @@ _REMOVED = re.compile(r"\..+\.removed-\d+(-\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """What deleting a run takes away."""
+    """The consequences of deleting a run."""
 
     path: Path
     n_files: int
@@ -45,10 +45,10 @@ class Removal:
     other_files: Sequence[str]
     """Names of files and folders in it that plait did not make."""
     links: Sequence[str]
-    """Where links in it lead: what is there stays."""
+    """Targets of links in it, which are kept."""
 
     def lines(self) -> list[str]:
-        """What is deleted and what stays, for the person who is asked."""
+        """What is deleted and what is kept, for the user's confirmation."""
         what = f"{counted(self.n_files, 'file', ',')}, {format_bytes(self.n_bytes)}"
         lines = [f"remove   {self.path}: {counted(self.n_checkpoints, 'checkpoint')}, {what}"]
         if self.other_files:
@@ -59,7 +59,7 @@ class Removal:
 
 
 def removal_of(run: str, working: WorkingFolder) -> Removal:
-    """What deleting a run would take away; raises PlaitError where there is none, and where it may not be deleted."""
+    """The consequences of deleting a run; raises PlaitError if there is none, or if it may not be deleted."""
     path = _named_folder(run, working)
     _refuse_at_work(path)
     if users := users_of(path, working):
@@ -84,7 +84,7 @@ def removal_of(run: str, working: WorkingFolder) -> Removal:
 
 
 def _named_folder(run: str, working: WorkingFolder) -> Path:
-    """The folder below runs/ that a name or a path means; raises PlaitError for any other."""
+    """The folder below runs/ that a name or path refers to; raises PlaitError for any other."""
     place = working.path / run if "/" in run.rstrip("/") else working.runs / run
     known = {path.name for path in run_paths(working)}
     if place.name not in known or place.parent.resolve() != working.runs.resolve():
@@ -102,13 +102,12 @@ def _refuse_at_work(path: Path) -> None:
 
 
 def _at_work_text(path: Path) -> str:
-    return f"{path} is at work just now; stop it first (Ctrl-C, or kill its plait train), then remove it"
+    return f"{path} is training just now; stop it first (Ctrl-C, or kill its plait train), then remove it"
 
 
 def remove_run(removal: Removal, working: WorkingFolder) -> None:
-    """Delete the run, and what removals that were killed have left. Raises PlaitError, with nothing changed, where the
-    run is at work or its folder cannot be renamed; RunFailed where it is gone as a run but not all of it could be
-    deleted."""
+    """Delete the run, and the remains of removals that were killed. Raises PlaitError, with nothing changed, if the run
+    is active or its folder cannot be renamed; RunFailed if the run is gone but not all of it could be deleted."""
     path = removal.path
     try:
         lock = append_to_file(path / ".lock")
@@ -138,7 +137,7 @@ def _names_aside(path: Path) -> Iterator[Path]:
 
 
 def _delete(aside: Path) -> None:
-    """Delete a folder and what is in it; a link goes, and not what it leads to."""
+    """Delete a folder and its contents; of a link only the link itself."""
     shutil.rmtree(aside, ignore_errors=True)
     if os.path.lexists(aside):
         raise RunFailed(
@@ -153,8 +152,8 @@ def _cannot_remove(path: Path, error: OSError) -> PlaitError:
 
 
 def users_of(path: Path, working: WorkingFolder) -> list[str]:
-    """The other runs of a working folder, and the recipes in it, that use a file of this run: as the model they go on
-    from, as text, as tokenizer; in words."""
+    """The other runs of a working folder, and the recipes in it, that use a file of this run as their starting model,
+    as text, or as tokenizer; in words."""
     target = path.resolve()
     runs = [
         f"the run {other.name}"
@@ -179,7 +178,7 @@ def _run_uses(other: Path, target: Path, working: WorkingFolder) -> bool:
 
 
 def _file_names(file: Path, target: Path, working: WorkingFolder) -> bool:
-    """Whether a recipe or a plan names a path inside a folder, also one that is damaged or of another version."""
+    """Whether a recipe or plan names a path inside a folder; also for damaged files and other versions."""
     try:
         text = read_regular_text(file)
     except (OSError, ValueError):
@@ -195,7 +194,7 @@ def _leads_into(text: str, bases: Sequence[Path], target: Path, working: Working
     if text.startswith("run:"):
         return (working.runs / text.removeprefix("run:")).resolve().is_relative_to(target)
     bare = text.removeprefix("hf:").partition(":")[0] if text.startswith("hf:") else text
-    with suppress(OSError, ValueError, RuntimeError):  # no path at all, or of a home that nobody has
+    with suppress(OSError, ValueError, RuntimeError):  # not a path at all, or in the home of an unknown user
         return any((base / Path(bare).expanduser()).resolve().is_relative_to(target) for base in bases)
     return False
 

@@ -1,4 +1,4 @@
-"""What a recipe leaves to plait, as one run had it: settings with which the recipe gives that run again."""
+"""The values that a recipe leaves to plait, as one run had them: settings with which the recipe repeats that run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from plait.planner.plan import Plan
 
 
 def settings_to_repeat(recipe: Mapping[str, Any], plan: Plan) -> tuple[str, ...]:
-    """KEY=VALUE for `plait train`, from a recipe's values by key and the plan that was made of it: the lengths, sizes
-    and rates that another machine, or another budget, might change where the recipe leaves them open."""
+    """KEY=VALUE arguments for `plait train`, from a recipe's values and the plan made from it: lengths, sizes and rates
+    that another machine or budget might change if the recipe leaves them open."""
     job, optimizer = plan.job, plan.job.optimizer
     is_open = recipe["model.size"] == "auto" and not job.base
     sized = all(recipe[key] == "auto" for key in ("model.layers", "model.width", "model.heads"))
@@ -37,7 +37,7 @@ def _model_settings(shape: ModelShape, size: str) -> dict[str, object]:
 
 
 def _named_size(shape: ModelShape) -> str:
-    """The name of a size with these layers and widths; empty where none has one."""
+    """The name of the size with these layers and widths; empty if there is none."""
     for name in MODEL_SIZES:
         other = named_shape(name, vocabulary=shape.vocabulary, sequence=shape.sequence)
         if all(getattr(other, key) == getattr(shape, key) for key in ("layers", "width", "heads", "kv_heads", "ffn")):

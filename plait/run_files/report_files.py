@@ -1,4 +1,4 @@
-"""A report of runs as one file to keep or to send: an HTML page that needs no other file, or a Markdown text."""
+"""A report of runs as one file to keep or send: a self-contained HTML page, or a Markdown text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SPARKLINE_COLUMNS = 60
 
 
 def report_html(report: RunReport) -> str:
-    """One page that needs no other file, no network and no script."""
+    """One self-contained page, without network access or scripts."""
     clean = _Cleaner(report.folder)
     return document_html(
         clean(report.title), [f"<h1>{escape(clean(report.title))}</h1>", *_chapters_html(report, clean)]
@@ -78,7 +78,7 @@ def _section_html(section: ReportPart, clean: _Cleaner) -> str:
 
 
 def _picture_of(section: ReportPart, clean: _Cleaner) -> Picture | None:
-    """The drawing of a section; its lines are what one sees, in words."""
+    """The drawing of a section; its lines say in words what one sees."""
     drawing = _draw_curves(section.curves, clean) if section.curves else _draw_bars(section.bars)
     return drawing and Picture(title=section.title, caption=" ".join(map(clean, section.lines)), drawing=drawing)
 
@@ -127,7 +127,7 @@ def _draw_bars(bars: Sequence[tuple[str, float, float]]) -> Drawing | None:
 
 
 def report_markdown(report: RunReport) -> str:
-    """The same report as text for a wiki or a mail; curves are a line of characters."""
+    """The same report as text for a wiki or mail; curves are a line of characters."""
     clean = _Cleaner(report.folder)
     lines = [f"# {_escaped(clean(report.title))}", ""]
     for title, sections in report.sections:
@@ -169,13 +169,13 @@ def _section_markdown(section: ReportPart, clean: _Cleaner) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Text whose signs Markdown takes as they are, on one line."""
+    """One line of text with Markdown's special characters escaped."""
     return re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", " ".join(text.split()))
 
 
 class _Cleaner:
-    """Takes out of a text what is nobody's business: where the home and the working folder lie, passwords in addresses,
-    tokens of Hugging Face, and signs that a terminal obeys."""
+    """Removes private and unsafe parts of a text: the paths of the home and the working folder, passwords in addresses,
+    tokens of Hugging Face, and control characters of terminals."""
 
     def __init__(self, folder: Path) -> None:
         places = {str(folder.resolve()): ".", str(folder): ".", str(Path.home()): "~"}

@@ -31,14 +31,14 @@ from plait.units import counted, format_bytes, format_count, format_duration
 from plait.working_folder import WorkingFolder
 
 CURVE_POINTS = 300
-"""Points of a curve, each the mean of as many steps as it takes."""
+"""Points per curve, each the mean of as many steps as needed."""
 _SPARKLINE_COLUMNS = 60
 _LEAST_SHARE = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportTable:
-    """Rows below their titles."""
+    """A table's titles and rows."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -46,11 +46,11 @@ class ReportTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossCurve:
-    """A run's losses by the training tokens before them."""
+    """A run's losses as a function of training tokens."""
 
     name: str
     steps: Sequence[tuple[int, float]]
-    """Tokens and the mean training loss of the steps up to them."""
+    """Tokens, and the mean training loss of the steps up to them."""
     held_out: Sequence[tuple[int, float]]
 
 
@@ -78,11 +78,11 @@ class RunReport:
     sections: Sequence[tuple[str, Sequence[ReportPart]]]
     """Chapters: one over all runs where there are several, then one for each run."""
     folder: Path
-    """The working folder: paths in it are shown as they read from there."""
+    """The working folder: paths in it are shown relative to it."""
 
 
 def run_report(folders: Sequence[RunFolder], working: WorkingFolder) -> RunReport:
-    """The report of these runs; raises PlaitError where one of them cannot be read."""
+    """The report of these runs; raises PlaitError if one of them cannot be read."""
     runs = [_read(folder, working) for folder in folders]
     names = [run.summary.name for run in runs]
     chapters: list[tuple[str, Sequence[ReportPart]]] = []
@@ -100,7 +100,7 @@ class _ReadRun:
     asked: Mapping[str, Any]
     """The recipe's values by key."""
     recipe: str
-    """What was asked: the keys that are not as they would be without a recipe, as TOML."""
+    """The requested settings: keys that differ from their defaults, as TOML."""
     seed: int
     plan: Plan
     account: RunAccount
@@ -143,7 +143,7 @@ def _shared_sections(runs: Sequence[_ReadRun], working: WorkingFolder) -> Iterat
     else:
         yield ReportPart(
             title="How they learned",
-            lines=["They learned from different tokens, so that their losses per token do not compare: see each run."],
+            lines=["They learned from different tokens, so their losses per token cannot be compared: see each run."],
         )
     if rows := _speedup_rows(runs):
         titles = ("workers", "run", "layout", "tokens/s", "speed-up", "efficiency", "forecast of a step", "a step")
@@ -155,7 +155,7 @@ def _shared_sections(runs: Sequence[_ReadRun], working: WorkingFolder) -> Iterat
 
 
 def runs_name(rows: Sequence[Sequence[str]]) -> str:
-    """What a speed-up is measured against: the first row's run."""
+    """The run against which speed-ups are measured: the first row's."""
     return f"{rows[0][1]} with {counted(int(rows[0][0]), 'worker')}"
 
 
@@ -174,8 +174,8 @@ def _row_of(run: _ReadRun) -> Sequence[str]:
 
 
 def _speedup_rows(runs: Sequence[_ReadRun]) -> Sequence[Sequence[str]]:
-    """A row for each run, the fewest workers first; none unless they compute the same step with several numbers of
-    workers."""
+    """A row for each run, the fewest workers first; empty unless the runs compute the same step with different numbers
+    of workers."""
     known = [(run, run.summary.tokens_per_s) for run in runs]
     jobs = {str((run.plan.job.shape, run.plan.job.sequence, run.plan.job.batch_sequences)) for run in runs}
     speeds = [(run, speed) for run, speed in known if speed]
@@ -246,7 +246,7 @@ def _samples_section(samples: Sequence[SampleReport]) -> ReportPart:
         f"{'Before training' if one.step == 0 else f'After step {one.step:,}'}:\n{one.prompt}{one.text}"
         for one in shown
     ]
-    line = f"Each sample goes on from the same words: {samples[0].prompt!r}."
+    line = f"Each sample continues the same words: {samples[0].prompt!r}."
     return ReportPart(title="What it writes", lines=[line], code="\n\n".join(texts))
 
 

@@ -1,6 +1,6 @@
-"""Which runs of this user train on this machine just now, in whatever folder, and what each then gets of it.
+"""This user's runs that are training on this machine now, in any folder, and the share of it that each gets.
 
-Each run holds a lock on a small file in a folder of the user's; whoever finds one unlocked knows that its run is over.
+Each run holds a lock on a small file in a folder of the user; an unlocked file means that its run is over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from plait.units import as_long_text, counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningRun:
-    """A run that trains on this machine, and what it uses of it."""
+    """A run that is training on this machine, and its use of the machine."""
 
     folder: str
     workers: int
@@ -31,7 +31,7 @@ class RunningRun:
     threads: int
     """Threads of each worker."""
     gpus: tuple[int, ...]
-    """torch's numbers of the GPUs in use; none on the processor."""
+    """torch's numbers of the GPUs in use; empty on CPUs."""
 
     def __post_init__(self) -> None:
         if min(self.workers, self.threads) < 1 or any(gpu < 0 for gpu in self.gpus):
@@ -43,21 +43,21 @@ class RunningRun:
 
 
 def run_on_this_machine(plan: Plan, folder: Path) -> RunningRun:
-    """What a plan uses of this machine, which is the first of its hosts."""
+    """A plan's use of this machine, which is the first of its hosts."""
     workers = plan.workers_beside(0)
     gpus = tuple(map(plan.gpu_of, range(workers))) if plan.machines.have_accelerators else ()
     return RunningRun(folder=str(folder.resolve()), workers=workers, threads=plan.threads_of(0), gpus=gpus)
 
 
 def registry_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's running runs are listed: gone after a restart of the machine, and for nobody else to read."""
+    """The folder that lists this user's active runs: deleted when the machine restarts, and unreadable for others."""
     runtime = environment.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "plait" if runtime else Path(tempfile.gettempdir()) / f"plait-{os.getuid()}"
 
 
 @contextmanager
 def listed_as_running(run: RunningRun, registry: Path) -> Iterator[None]:
-    """List a run while the block runs. Where the registry cannot be written, it trains all the same, unlisted."""
+    """List a run while the block runs. If the registry cannot be written, the run trains unlisted."""
     path = registry / f"{os.getpid()}.json"
     try:
         make_private_folder(registry)
@@ -79,7 +79,7 @@ def listed_as_running(run: RunningRun, registry: Path) -> Iterator[None]:
 
 
 def running_runs(registry: Path) -> list[RunningRun]:
-    """The listed runs whose processes live; what others left behind is deleted."""
+    """The listed runs whose processes are alive; entries of dead ones are deleted."""
     if not _is_own(registry):
         return []
     found = (_running_run(path) for path in sorted(registry.glob("*.json")) if path.stem.isdecimal())
@@ -87,7 +87,7 @@ def running_runs(registry: Path) -> list[RunningRun]:
 
 
 def process_at_work(folder: Path, registry: Path) -> int | None:
-    """The process that leads the run in a folder on this machine just now; None where there is none."""
+    """The process that leads the run in a folder on this machine now; None if there is none."""
     here = str(folder.resolve())
     found = sorted(registry.glob("*.json")) if _is_own(registry) else []
     for path in found:
@@ -98,17 +98,17 @@ def process_at_work(folder: Path, registry: Path) -> int | None:
 
 
 def is_at_work(folder: Path, registry: Path) -> bool:
-    """Whether a plait leads the run in a folder just now: by the registry, or by the lock that it holds in the folder.
+    """Whether a plait process leads the run in a folder now, according to the registry or to its lock in the folder.
 
-    A lock of another machine, or of another container, is not seen. Nothing is locked to find out: a `plait train` that
-    begins at this moment would be refused.
+    Locks of other machines or containers are not visible. This does not lock anything, since that could make a `plait
+    train` fail that starts at this moment.
     """
     here = str(folder.resolve())
     return any(run.folder == here for run in running_runs(registry)) or _is_locked(folder / ".lock")
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process that this one can see holds flock(2) on a file, as proc(5) lists it."""
+    """Whether a process visible to this one holds flock(2) on a file, as listed in proc(5)."""
     try:
         file, locks = path.stat(), Path("/proc/locks").read_text()
     except OSError:
@@ -129,13 +129,13 @@ def _running_run(path: Path) -> RunningRun | None:
             except BlockingIOError:
                 return typed_value(RunningRun, parse_object(file.read()))
             path.unlink()
-    except (OSError, ValueError):  # gone since, just being written, or not ours
+    except (OSError, ValueError):  # gone meanwhile, being written, or not ours
         pass
     return None
 
 
 def _is_own(registry: Path) -> bool:
-    """Whether a folder is there and no other user could have written it."""
+    """Whether a folder exists and no other user could have written it."""
     try:
         status = registry.lstat()
     except OSError:
@@ -144,7 +144,7 @@ def _is_own(registry: Path) -> bool:
 
 
 def sharing_lines(own: RunningRun, others: Sequence[RunningRun], cores: int) -> list[str]:
-    """What a run must know of others on this machine, and what each of them gets; empty where there are none."""
+    """A warning about other runs on this machine, with the share that each gets; empty if there are none."""
     if not others:
         return []
     listed = " and ".join(map(str, others))
@@ -159,7 +159,7 @@ def _shares_text(own: RunningRun, others: Sequence[RunningRun], cores: int) -> s
             return "they use other devices than this run"
         most = 1 + max(sum(gpu in other.gpus for other in others) for gpu in shared)
         named = ", ".join(map(str, shared))
-        return f"GPU {named} is shared: each run gets about 1/{most} of it, and memory may not do; see run.devices"
+        return f"GPU {named} is shared: each run gets about 1/{most} of it, and memory may not suffice; see run.devices"
     wanted = [run.workers * run.threads for run in (own, *others) if not run.gpus]
     if sum(wanted) <= cores:
         return f"there are enough of the {cores} cores for all of them"

@@ -1,5 +1,5 @@
-"""The runs of a working folder, one row each, read from their folders alone: where each stands, and the command that
-continues it."""
+"""The runs of a working folder, one row each, read only from their folders: their progress, and the command that
+continues each."""
 
 from __future__ import annotations
 
@@ -26,59 +26,59 @@ from plait.run_folder import RunFolder
 from plait.working_folder import WorkingFolder
 
 RunState = Literal["finished", "training", "stopped", "failed"]
-"""`failed` is a run that ended by a failure and was not started again since."""
+"""`failed` is a run that ended with a failure and was not started again since."""
 ListedState = RunState | Literal["starting", "not begun", "unreadable"]
-"""Also of a folder without recipe and plan, where a plait prepares text or measures just now ("starting") or was ended
-while it did, and of one whose files cannot be read."""
+"""Includes folders without recipe and plan, in which plait is preparing text or measuring ("starting") or was ended
+while doing so ("not begun"), and runs whose files cannot be read."""
 LossUnit = Literal["nats per byte", "nats per token", "nats per pair"]
 LossText = Literal["held out", "last step"]
 _SPEED_STEPS = 50
 _LINES_BETWEEN_EVALUATIONS = 1_000
 _MARKS = ("recipe.toml", "plan.json", "metrics.jsonl", "receipt.json", "checkpoints", ".lock")
-"""What makes a folder below runs/ a run's."""
+"""Names that mark a folder below runs/ as a run."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Where one run stands, and how it goes on; None is what its files do not say."""
+    """The progress of one run and how to continue it; None for what its files do not say."""
 
     name: str
     path: Path
     state: ListedState
     step: int
-    """The last step that was reported."""
+    """The last reported step."""
     step_saved: int | None
-    """The step of the newest checkpoint, which nobody has verified."""
+    """The step of the newest checkpoint, which is not verified."""
     steps: int | None
-    """All steps of its plan."""
+    """Number of steps in its plan."""
     tokens: int
     """Tokens that entered the loss so far."""
     loss: float | None
-    """Of the held-out text where that was measured, else the training loss of the last step."""
+    """On the held-out text if that was measured, else the training loss of the last step."""
     loss_text: LossText | None
-    """What text `loss` is of."""
+    """The text on which `loss` was measured."""
     loss_unit: LossUnit | None
     tokens_per_s: float | None
-    """Median: of the whole run where it is finished, else of its last 50 steps."""
+    """Median over the whole run if it is finished, else over its last 50 steps."""
     parameters: int | None
     """Size of the model."""
     workers: int | None
     updated: datetime
-    """When a file of it last changed, in UTC."""
+    """When one of its files last changed, in UTC."""
     command: str
-    """The whole command that continues it, from the current folder; of a finished run, to twice as many steps. Empty
-    where there is none."""
+    """The whole command that continues it, from the current folder; for a finished run, to twice the steps. Empty if
+    there is none."""
     problem: str = ""
-    """What cannot be read of it, and what to do; empty where all can."""
+    """Why it cannot be read completely, and what to do; empty if it can."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: NAME, STATE and so on of `plait runs --json`."""
+        """Plain values for JSON, as in `plait runs --json`."""
         return asdict(self) | {"path": str(self.path), "updated": self.updated.isoformat(timespec="seconds")}
 
 
 def run_summaries(working: WorkingFolder) -> list[RunSummary]:
-    """All runs of a working folder, the one that changed last first. A run that is damaged, or half written, has a row
+    """All runs of a working folder, the most recently changed first. A run that is damaged or half written has a row
     that says so; one that is deleted meanwhile has none."""
     found = [summary for path in run_paths(working) if (summary := summary_of(RunFolder(path), working))]
     return sorted(found, key=lambda one: (-one.updated.timestamp(), one.name))
@@ -90,7 +90,7 @@ def run_paths(working: WorkingFolder) -> list[Path]:
         found = sorted(working.runs.iterdir())
     except OSError:
         return []
-    # plait gives no run a name that begins with a dot, or has signs that a terminal obeys.
+    # plait never names a run with a leading dot or with control characters.
     named = [path for path in found if path.name.isprintable() and not path.name.startswith(".")]
     return [path for path in named if any(os.path.lexists(path / mark) for mark in _MARKS) or not _may_enter(path)]
 
@@ -101,11 +101,11 @@ def _may_enter(path: Path) -> bool:
 
 
 def summary_of(folder: RunFolder, working: WorkingFolder) -> RunSummary | None:
-    """Where a run stands; None where its folder is gone."""
+    """The progress of a run; None if its folder is gone."""
     problems: list[str] = []
 
     def read(part: Callable[[], _T]) -> _T | None:
-        """What a file says; None, and a sentence in `problems`, where it cannot be read."""
+        """The contents of a file; None, with a sentence in `problems`, if it cannot be read."""
         try:
             return part()
         except PlaitError as error:
@@ -153,7 +153,7 @@ def summary_of(folder: RunFolder, working: WorkingFolder) -> RunSummary | None:
 
 
 def run_state(folder: RunFolder, plan: Plan, receipt: Receipt | None) -> RunState:
-    """Where a run that has begun stands; raises PlaitError where a file of it is damaged."""
+    """The state of a run that has begun; raises PlaitError if a file of it is damaged."""
     if is_at_work(folder.path, registry_folder()):
         return "training"
     if receipt is not None and receipt.steps >= plan.job.steps:
@@ -171,7 +171,7 @@ def _unbegun_state(folder: RunFolder) -> ListedState:
 def _loss_of(
     step: StepReport | None, evaluation: EvalReport | None
 ) -> tuple[float | None, LossText | None, LossUnit | None]:
-    """The newest loss that says most: per byte before per token, held out before the last step's."""
+    """The newest and most informative loss: per byte before per token, held-out before the last step's."""
     if evaluation is not None and isfinite(evaluation.eval_loss):
         if evaluation.pair_accuracy is not None:
             return evaluation.eval_loss, "held out", "nats per pair"
@@ -191,7 +191,7 @@ def _recent_speed(folder: RunFolder, steps: Sequence[StepReport]) -> float | Non
 
 
 def _last_change(folder: RunFolder) -> datetime | None:
-    """When one of the run's files last changed; None where its folder is gone."""
+    """When one of the run's files last changed; None if its folder is gone."""
     changed = []
     files = (folder.recipe, folder.plan, folder.metrics, folder.receipt, folder.incidents, folder.starts)
     for path in (folder.path, *files):
@@ -205,7 +205,7 @@ def _last_change(folder: RunFolder) -> datetime | None:
 def _continuing(
     folder: RunFolder, name: str | None, plan: Plan | None, state: RunState | None, working: WorkingFolder
 ) -> tuple[str, str]:
-    """The command that continues a run, empty where there is none; and why not, where that is a fault of the folder."""
+    """The command that continues a run, empty if there is none; and the reason, if it is a fault of the folder."""
     if name is None or plan is None or (folder.path / "joined.json").exists():
         return "", ""
     if (folder.path / "fetched.json").exists():

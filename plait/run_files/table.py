@@ -1,4 +1,4 @@
-"""The runs of a folder as text: a table where there is room for one, else a few lines for each run."""
+"""The runs of a folder as text: a table if the terminal is wide enough, else a few lines per run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _INDENT = "  "
 
 
 def runs_text(runs: Sequence[RunSummary], *, now: datetime, columns: int | None) -> str:
-    """All runs, each with the command that continues it. `columns` is the terminal's width, None: lines stay whole. So
-    do commands anyway, that they can be copied."""
+    """All runs, each with the command that continues it. `columns` is the terminal's width; None: lines are not
+    wrapped. Commands never are, so that they can be copied."""
     rows = [_TITLES, *(_cells(one, now) for one in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if columns is not None and sum(widths) + 2 * len(widths) - 2 > columns:

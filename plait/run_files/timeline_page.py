@@ -1,7 +1,7 @@
-"""A timeline's page: a few steps of each rank as the plan means them and as they were, one above the other.
+"""A timeline's page: a few steps of each rank as planned and as measured, one above the other.
 
-It needs no script: a choice among widths is a row of radio buttons, and a picture that is wider than the screen scrolls
-by touch and by arrow keys.
+It needs no script: widths are chosen with radio buttons, and a picture wider than the screen scrolls by touch and arrow
+keys.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _picture(page: TimelinePage, longest_s: float) -> str:
     return "\n".join(
         [
             '<section class="timeline">',
-            f'<p class="caption">All steps have one scale. The upper line of a rank is the plan, the lower one is what '
+            f'<p class="caption">All steps have one scale. The upper line of a rank is the plan, the lower one what '
             f"the rank did; thin lines are messages under way. Point at a block, or tap it, to read it.{fewer}</p>",
             f'<fieldset class="zoom"><legend>Width</legend>{zooms}</fieldset>',
             _legend(page),
@@ -341,7 +341,7 @@ def _kinds_table(page: TimelinePage) -> str:
     return (
         f"<section><h2>Planned and measured, by kind</h2>"
         f'<p class="soft">Means over {counted(len(page.measured.bounds_s), "step")} of rank {rank}, which works most: '
-        "the others wait for it. Work is without the waits in it; messages travel beside the work.</p>"
+        "the others wait for it. Work excludes the waits in it; messages overlap with work.</p>"
         f"{_table(titles, rows)}</section>"
     )
 
@@ -420,13 +420,13 @@ def _event_rows(own: RankTimeline, plan: RankTimeline | None, step: int) -> Iter
 
 
 def _notes(page: TimelinePage) -> str:
-    """What the page cannot show."""
+    """The limits of the page."""
     errors = max(own.clock_error_s for own in page.measured.ranks)
     notes = [
-        "The plan's line is its schedule's list of actions with the times of its forecast, which knows the busiest "
-        "device alone: other ranks' passes follow from their layers and sequences.",
-        "A message between stages is drawn until its receiver went on with it. It may have arrived earlier: a result "
-        "that comes before its turn lies in memory.",
+        "The plan's line is its schedule's list of actions with the times of its forecast, which covers the busiest "
+        "device only: other ranks' passes are derived from their layers and sequences.",
+        "A message between stages is drawn until its receiver continued with it. It may have arrived earlier: an "
+        "early result waits in memory.",
         "A gradient sum is drawn until its rank noticed its end, which is when it next looked.",
     ]
     if errors:

@@ -27,7 +27,7 @@ LATER_LINE_EVERY_S, LATER_S = 30.0, 1800.0
 """Seconds between lines of a log after its first half hour, which somebody may be watching."""
 LINE_EVERY_SHARE = 0.05
 SPINNER, MOVES_PER_S = "line", 1.0
-"""What moves on a terminal, in ASCII, while nothing else does."""
+"""The ASCII spinner on a terminal, for when nothing else moves."""
 REFRESH_EVERY_S = 0.1
 BAR_FROM_COLUMNS = 100
 FACT_COLUMNS = (len("loss 12.345"), len("ETA 59 min 59 s"), len("12.3K tokens/s"))

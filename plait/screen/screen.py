@@ -1,4 +1,4 @@
-"""Where a command's words go: a terminal, a log, a notebook, or nowhere. Commands know nothing else of it."""
+"""Destinations of a command's output: a terminal, a log, a notebook, or nowhere. Commands know nothing else of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def in_brackets(pieces: Sequence[TextPiece]) -> str:
 
 
 class StepDisplay(Protocol):
-    """What a person sees of a run's steps, as they come."""
+    """The display of a run's steps as they come."""
 
     def step(self, report: StepReport) -> None: ...
     def evaluation(self, report: EvalReport) -> None: ...
@@ -100,7 +100,7 @@ class _SilentSteps:
 
 
 TEXT_COLUMN = 9
-"""Where the text of a line begins, after its key: "model    1.38M parameters"."""
+"""The column at which a line's text begins, after its key: "model    1.38M parameters"."""
 LEAST_TEXT_COLUMNS = 25
 _NUMBER_AND_UNIT = re.compile(
     r"(\d) ((?:s|ms|µs|ns|min|h|[KMGT]?i?B|[KMGT]iB/s|[KMGTk]?bit/s|GB/s|[KMGTP]?FLOP/s|[kK]?Wh|tokens/s|steps?)\b)"

@@ -1,4 +1,4 @@
-"""What the training loop calls on one rank, put together from its parts."""
+"""The operations that the training loop calls on one rank, assembled from their parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loop_actions(
     timeline: LiveTimeline,
     skipped_steps: Collection[int] = (),
 ) -> LoopActions:
-    """What the loop calls on one rank; `skipped_steps` take the batch after their own."""
+    """The operations that the loop calls on one rank; `skipped_steps` take the batch after their own."""
     plan, world = assembly.plan, assembly.sums
     flops_per_token = training_flops_per_token(plan.job.shape, plan.job.sequence, "full")
 

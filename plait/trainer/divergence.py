@@ -62,7 +62,7 @@ class NumberWatch:
         self.first_bad = self.first_bad or bad
 
     def judge(self, report: StepReport) -> BadStep | None:
-        """What is bad in the next step; None where nothing is, or where it is to be let pass. See Note [a spike]."""
+        """The fault in the next step; None if there is none, or if it is to be ignored. See Note [a spike]."""
         if report.is_skipped:
             return None
         if report.is_finite:
@@ -87,7 +87,7 @@ class NumberWatch:
 
 
 def not_finite_text(report: StepReport) -> str:
-    """Which number of a step is not finite."""
+    """The number of a step that is not finite."""
     return f"loss {report.loss}" if not isfinite(report.loss) else f"gradient norm {report.grad_norm}"
 
 

@@ -47,7 +47,7 @@ class LoopIntervals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """What all ranks do after a step, the same on each."""
+    """The actions of all ranks after a step, the same on each."""
 
     stop: bool
     save: bool
@@ -67,7 +67,7 @@ class LoopActions:
     step: Callable[[TrainState], tuple[TrainState, Scalars]]
     evaluate: Callable[[TrainState], EvalReport | None]
     sample: Callable[[TrainState], SampleReport | None] = lambda _: None
-    """What the model writes; None on all ranks but 0."""
+    """The model's samples; None on all ranks but 0."""
     save: Callable[[TrainState], SaveEnd | None]
     """Saves the state that the run ends with: returns when it is on the disk."""
     begin_save: Callable[[TrainState], None]
@@ -98,7 +98,7 @@ class LoopActions:
 LoopPhase = Literal[
     "the agreement after the step", "balancing", "evaluation", "a sample", "saving", "the copy of the state"
 ]
-"""What the loop does between steps; ranks may wait for each other in each of them."""
+"""The loop's actions between steps; ranks may wait for each other in each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,14 @@
-"""The scale of a float16 run's gradients, which would else be too small for float16, or overflow it.
+"""The scale of a float16 run's gradients, which would otherwise underflow or overflow float16.
 
-Micikevicius et al. 2018 ("Mixed Precision Training", section 3.2), with the rule and the figures of torch's GradScaler:
-the scale halves where a gradient is not finite, and doubles after 2,000 steps in a row in which all were.
+Micikevicius et al. 2018 ("Mixed Precision Training", section 3.2), with the rule and the constants of torch's
+GradScaler: the scale halves after a gradient that is not finite, and doubles after 2,000 finite steps in a row.
 
-Note [scaled where they begin]: plait's losses are sums, and the division by the global number of tokens comes after
-everything was added. GradScaler's figure is meant for a mean. So gradients begin multiplied by scale / 2**k, where 2**k
-is the next power of two from the tokens of a step on: a power of two, as the scale is. Multiplied by one, numbers keep
-their digits in every sum over micro-batches and ranks, and dividing by it gives the same bits on each layout. Whether a
-gradient is finite is read off the global norm, which all ranks have: they decide alike without another message.
+Note [scaled where they begin]: plait's losses are sums; the division by the global number of tokens comes after
+everything has been added. GradScaler's initial scale is meant for a mean. So gradients start multiplied by scale /
+2**k, where 2**k is the number of tokens per step rounded up to a power of two. Since the scale is a power of two as
+well, scaled numbers keep their digits in every sum over micro-batches and ranks, and dividing by it gives the same bits
+on each layout. Whether gradients are finite is read off the global norm, which all ranks have, so they agree without
+further communication.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from torch import Tensor
 
 FIRST, LARGEST = 2.0**16, 2.0**40
 GROWS_AFTER = 2000
-"""Steps in a row whose gradients were finite, after which the scale doubles."""
+"""Number of finite steps in a row after which the scale doubles."""
 
 
 class DeviceLossScale:
-    """A run's scale, on its device. All ranks hold the same numbers.
+    """A run's scale, on its device. All ranks have the same values.
 
-    `tokens` is the number of tokens of a step, or of pairs: about what the sum of its losses is divided by.
+    `tokens` is the number of tokens (or of pairs) per step: roughly the divisor of the sum of its losses.
     """
 
     def __init__(self, tokens: int, device: torch.device, first: float = FIRST) -> None:
         self._rounded_tokens = 2.0 ** max(0, tokens - 1).bit_length()
-        # In one place for the whole run, so that a recorded step finds it (step_graph.py).
+        # One tensor for the whole run, so that a recorded step finds it (step_graph.py).
         self.state = torch.tensor([first, 0.0, 0.0], dtype=torch.float32, device=device)
         """[scale, steps in a row with finite gradients since it changed, updates skipped since the run began]."""
 
     @property
     def factor(self) -> Tensor:
-        """What gradients of sums of losses are multiplied by; 0-dim, float32. See Note [scaled where they begin]."""
+        """The factor of gradients of loss sums; 0-dim, float32. See Note [scaled where they begin]."""
         return self.state[0] / self._rounded_tokens
 
     @torch.no_grad()
     def judge(self, norm: Tensor) -> Tensor:
-        """Go on after a step with this global norm of the gradient. Returns [scale of the step, updates skipped so
+        """Update the scale after a step with this global gradient norm. Returns [scale of the step, updates skipped so
         far]. Does not wait for the device."""
         scale, finite_steps, skipped = self.state.unbind()
         finite = torch.isfinite(norm)
@@ -56,5 +57,5 @@ class DeviceLossScale:
 
     @torch.no_grad()
     def resume(self, saved: Tensor) -> None:
-        """Go on from the `state` of a checkpoint, or of another assembly of the same run."""
+        """Continue from the `state` in a checkpoint, or of another assembly of the same run."""
         self.state.copy_(saved)

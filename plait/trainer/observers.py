@@ -1,4 +1,4 @@
-"""What watches the loop of one rank: the list of its observers, and those that have no better home."""
+"""Observers of one rank's loop: their list, and those without a file of their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rank_observers(
 
     return (
         published_progress(context.progress),
-        # The balancer's comes before the measured step: it may put other tensors in the place of the assembly's.
+        # The balancer comes before the measured step: it may replace the assembly's tensors.
         Observer(before_step=balance.before_step, after_step=balance.after_step),
         Observer(before_step=peak.before_step, after_step=peak.after_step, at_save=at_save),
         Observer(at_report=ExpertWatch(sink.note).at_report),
@@ -43,8 +43,8 @@ def rank_observers(
 
 
 def published_progress(progress: ProgressReport) -> Observer:
-    """Publishes each step and phase as it begins, so that the last word of a rank that hangs says where it is. Phases
-    within a step are published by its meter."""
+    """Publishes each step and phase as it begins, so that the last message of a rank that hangs says where it is.
+    Phases within a step are published by its meter."""
 
     def before_step(state: TrainState) -> None:
         progress.step(state.step + 1)

@@ -1,4 +1,5 @@
-"""Where a rank's reports go: rank 0 writes the run's files and tells the supervisor, the others report nothing."""
+"""The destinations of a rank's reports: rank 0 writes the run's files and informs the supervisor, the others report
+nothing."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ TIMELINE_FILE = "timeline.json"
 
 def run_recording_rank(context: RankContext, argument: str) -> None:
     """Entry point of each rank; `argument` is JSON: a "folder" with plan.json and recipe.toml, in which rank 0 leaves
-    the timeline, the "checkpoint" to go on from ("": the first weights), and the number of "steps". Rank 0 sends its
-    progress, and the losses of all steps as it goes ("recorded")."""
+    the timeline, the "checkpoint" to continue from (empty: the initial weights), and the number of "steps". Rank 0
+    sends its progress, and the losses of all steps as it goes ("recorded")."""
     requested = json.loads(argument)
     folder = Path(requested["folder"])
     plan, config = read_plan(folder / "plan.json"), read_saved_recipe(folder / "recipe.toml")

@@ -148,7 +148,7 @@ def run_micros_in_turn(
 
 
 def _autocast_block(device: torch.device, casts: WeightCasts) -> AbstractContextManager[object]:
-    """What encloses the micro-batches of a step: see Note [casts of a step]."""
+    """The context of a step's micro-batches: see Note [casts of a step]."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if casts == "each step" else nullcontext()
 
 

@@ -29,7 +29,7 @@ TakeStep = Callable[[Sequence[Micro]], Scalars]
 """Takes a step with these micro-batches; on a GPU its results may still be under way."""
 
 UNTIMED_STEPS = 3
-"""Steps at the beginning of a run in which layers are compiled and memory is taken."""
+"""Steps at the beginning of a run in which layers are compiled and memory is allocated."""
 TIMED_STEPS = 3
 """Steps that are timed, before the first recording and after it."""
 HOST_BOUND = 0.9
@@ -37,23 +37,23 @@ HOST_BOUND = 0.9
 WORTHWHILE = 0.95
 """Replays must take at most this fraction of the time of the steps before."""
 MOST_GRAPHS = 4
-"""Recordings that are kept, for unlike numbers of documents. A step that fits none is launched kernel by kernel."""
+"""Recordings that are kept, for different numbers of documents. A step that fits none is launched kernel by kernel."""
 SMALLEST_ROOM = 16
 """Documents that every recording has room for; beyond that, powers of two."""
 SPARE_ROOM = 1.1
-"""How much memory must be free for a recording, as a multiple of what a step's tensors take."""
+"""Free memory required for a recording, as a multiple of the size of a step's tensors."""
 
 
 class Recorder(Protocol):
     """How a device records work."""
 
     def rehearse(self, work: Callable[[], Scalars]) -> Scalars:
-        """Do the work as it will be recorded, so that recording does nothing for the first time."""
+        """Do the work as it will be recorded, so that nothing happens for the first time during recording."""
         ...
 
     def record(self, work: Callable[[], Scalars]) -> Callable[[], Scalars]:
         """Record the work without doing it. Each call of the result does it and returns the same tensors, filled with
-        that call's results. Raises RuntimeError where the work cannot be recorded."""
+        that call's results. Raises RuntimeError if the work cannot be recorded."""
         ...
 
     def has_room(self) -> bool:
@@ -68,8 +68,8 @@ class Recorder(Protocol):
 class StepGraphs:
     """Decides by measurement whether steps are replayed, and replays them.
 
-    `take` is the step to record, `around` opens around each replay what watches a step, and `tell` gets one sentence
-    about what was decided.
+    `take` is the step to record, `around` is a context around each replay for observers of steps, and `tell` gets one
+    sentence about the decision.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StepGraphs:
         self._gave_up = False
 
     def take(self, micros: Sequence[Micro], launch: TakeStep) -> Scalars:
-        """Take a step: by `launch`, kernel by kernel, or as a replay."""
+        """Take a step: with `launch`, kernel by kernel, or as a replay."""
         self._steps += 1
         if self._gave_up or self._steps <= UNTIMED_STEPS:
             return launch(micros)
@@ -105,7 +105,7 @@ class StepGraphs:
             return self._taken_by(graph, micros)
 
     def _taken_by(self, graph: _Graph, micros: Sequence[Micro]) -> Scalars:
-        """A step by this recording: rehearsed the first time, recorded the second, replayed from then on."""
+        """A step with this recording: rehearsed the first time, recorded the second, replayed from then on."""
         graph.inputs.fill(micros)
         if not graph.is_rehearsed:
             graph.is_rehearsed = True
@@ -135,7 +135,7 @@ class StepGraphs:
         return scalars
 
     def _judge(self) -> None:
-        """Keep the replays where they are faster, and say so."""
+        """Keep the replays if they are faster, and say so."""
         before, after = (median(one.step_s for one in times) for times in (self._launching, self._replaying))
         launched, replayed = format_duration(before), format_duration(after)
         if after > WORTHWHILE * before:
@@ -152,7 +152,7 @@ class StepGraphs:
         self._tell(f"steps are not replayed as a CUDA graph: {why}")
 
     def _graph_for(self, micros: Sequence[Micro]) -> _Graph | None:
-        """The smallest recording that these micro-batches fit into, else a new one; None where there can be no more."""
+        """The smallest recording that fits these micro-batches, else a new one; None if no more are possible."""
         fitting = [graph for graph in self._graphs if graph.inputs.fit(micros)]
         if fitting:
             return min(fitting, key=lambda graph: graph.inputs.documents)
@@ -175,7 +175,7 @@ class _Timed:
 
 @dataclass(slots=True, kw_only=True)
 class _Graph:
-    """A recording, its inputs, and how far it has come."""
+    """A recording, its inputs, and its progress."""
 
     inputs: _Inputs
     is_rehearsed: bool = False
@@ -183,7 +183,7 @@ class _Graph:
 
 
 class _Inputs:
-    """Micro-batches in memory of their own, which stays in place."""
+    """Micro-batches in separate memory at a fixed address."""
 
     def __init__(self, like: Sequence[Micro]) -> None:
         self.documents = _room_for_documents(like)
@@ -208,7 +208,7 @@ class _Inputs:
         return alike and max((len(one.lengths or ()) for one in micros), default=0) <= self.documents
 
     def fill(self, micros: Sequence[Micro]) -> None:
-        """Copy these micro-batches here. Documents that are missing are empty ones at the end."""
+        """Copy these micro-batches here. Missing documents are empty ones at the end."""
         for kept, micro in zip(self.micros, micros, strict=True):
             kept.inputs.copy_(micro.inputs)
             kept.targets.copy_(micro.targets)
@@ -251,7 +251,7 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], Scalars]) -> Callable[[], Scalars]:
         graph = torch.cuda.CUDAGraph()
-        # "relaxed": other threads, such as the loader's and NCCL's, go on using the GPU meanwhile.
+        # "relaxed": other threads, such as the loader's and NCCL's, continue to use the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
             scalars = work()
 

@@ -46,7 +46,7 @@ def test_variables_before_a_command_and_precision_reach_the_program() -> None:
     ("line", "told"),
     [
         ("", "needs the command"),
-        ("torchrun", "names no program"),
+        ("torchrun", "command names no program"),
         ("torchrun gone.py", "gone.py does not exist"),
         ("torchrun --nnodes 4 train.py", "one machine"),
         ("srun python train.py", "Slurm"),

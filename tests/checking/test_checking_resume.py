@@ -83,7 +83,7 @@ def test_a_program_that_resumes_is_proven(in_folder: Path) -> None:
     report = checked(in_folder)
     assert report.outcome == "proven" and report.findings == (), report
     assert (report.stopped_after, report.resumed_after) == (4, 4)
-    assert "stopped after step 4 and started again, it goes on as if it had not been stopped" in str(report)
+    assert "stopped after step 4 and started again, it continues as if it had never stopped" in str(report)
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_a_stop_without_a_handler_costs_the_steps_since_the_checkpoint(in_folder
     report = checked(in_folder, (HANDLES, ""), (SAVES, "    if done % 2 == 0:\n        save()\n"))
     assert report.outcome == "proven", report
     assert (report.stopped_after, report.resumed_after) == (3, 2)
-    assert "after taking 1 of them again" in str(report)
+    assert "after repeating 1 of its steps" in str(report)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_stop_without_a_handler_costs_the_steps_since_the_checkpoint(in_folder
     [
         ('    optimizer.load_state_dict(state["optimizer"])\n', "", "resumed_optimizer", "(step, exp_avg, exp_avg_sq)"),
         ('    schedule.load_state_dict(state["schedule"])\n', "", "resumed_schedule", "LambdaLR is at 0"),
-        ('    torch.set_rng_state(state["random"])\n', "", "resumed_random", "draws other random numbers"),
+        ('    torch.set_rng_state(state["random"])\n', "", "resumed_random", "draws different random numbers"),
         ('    done = state["done"]\n', "", "resumed_data", "rank 0 gets the batch of step 1 again"),
         ('    done = state["done"]\n', '    done = state["done"] + 1\n', "resumed_data", "a step's batch is skipped"),
         (
@@ -129,7 +129,7 @@ def test_what_is_not_restored_is_named(old: str, new: str, kind: str, text: str,
     [
         ([(SAVES, "")], "saves no checkpoint in its first 4 steps"),
         ([("if os.path.exists(path):", 'if "--resume" in sys.argv:')], "give it, as in --resume-with"),
-        ([("torch.manual_seed(3)", "torch.seed()")], "differ by themselves: rank 0 has other losses in step 1"),
+        ([("torch.manual_seed(3)", "torch.seed()")], "differ even without a stop: rank 0 has other losses in step 1"),
         ([("done < 12", "done < 4")], "takes only 4 optimizer steps"),
         ([('    done = state["done"]\n', "    raise ValueError('broken file')\n")], "the second start fails: "),
         ([('f"last-{rank}.pt"', 'f"/nowhere/last-{rank}.pt"')], "saves to /nowhere/last-0.pt, which the check leaves"),

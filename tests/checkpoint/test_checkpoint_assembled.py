@@ -74,7 +74,7 @@ BF16_INF = TensorSlice(tensor=torch.tensor([float("inf")]).to(torch.bfloat16), s
 @pytest.mark.parametrize(
     ("copies", "says"),
     [
-        ([{"a": [rows(0, 2)], "b": [whole_slice(B)]}], "do not hold all of a"),
+        ([{"a": [rows(0, 2)], "b": [whole_slice(B)]}], "do not contain all of a"),
         ([{"a": [whole_slice(A)]}], "lack b"),
         ([{"a": [whole_slice(A)], "b": [NAN]}], "b has numbers .* not finite"),
         ([{"a": [whole_slice(A)], "b": [BF16_INF]}], "b has numbers .* not finite"),

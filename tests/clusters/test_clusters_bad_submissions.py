@@ -97,7 +97,7 @@ CASES: dict[str, tuple[tuple[str, ...], Tools, str]] = {
     "an old Python": (
         SSH, {"ssh": answers("plait-check 3.9\nnothing\n4\n")}, "ann has Python 3.9, and plait needs 3.11 or newer",
     ),
-    "a login that talks": (SSH, {"ssh": answers("Welcome!\n")}, "ann answers something else than it was asked"),
+    "a login that talks": (SSH, {"ssh": answers("Welcome!\n")}, "ann gives an unexpected answer"),
     "two submits of one run by ssh": (
         SSH, {"ssh": by_word("node-0.since", answers("running\n"), answers(CHECKED))}, "plait stop play",
     ),

@@ -106,7 +106,7 @@ DISRUPTED = {
             "node 0 waits for a machine (0/3 nodes are available: 3 Insufficient nvidia.com/gpu)",
         ),
         (pod(0, "Pending", **unscheduled("SchedulingGated", "")), "waits in the queue (Kueue has not let it in)"),
-        (pod(0, "Pending", **waiting("ImagePullBackOff", 'Back-off pulling image "a:1"')), "image cannot be had"),
+        (pod(0, "Pending", **waiting("ImagePullBackOff", 'Back-off pulling image "a:1"')), "image cannot be pulled"),
         (pod(0, "Pending", **waiting("CreateContainerConfigError", 'secret "x" not found')), "submit again (secret"),
         (
             pod(0, "Failed", **ended(137, "OOMKilled")),
@@ -114,10 +114,10 @@ DISRUPTED = {
         ),
         (pod(0, "Failed", **ended(128, "StartError")), "its image has no python3 with plait"),
         (pod(0, "Failed", **ended(2)), "exit code 2: its input is wrong"),
-        (pod(0, "Failed", **ended(93)), "it came no further than before"),
+        (pod(0, "Failed", **ended(93)), "it made no progress"),
         (
             pod(0, "Failed", reason="Evicted", message="The node was low on resource: ephemeral-storage."),
-            "was evicted (The node was low on resource: ephemeral-storage); it starts again by itself and goes on",
+            "was evicted (The node was low on resource: ephemeral-storage); it restarts by itself and continues",
         ),
         (pod(0, "Failed", conditions=[DISRUPTED], **ended(143)), "was taken away (Preempted by x); it starts again"),
         (pod(0, "Unknown"), "is Unknown: see kubectl get pods"),
@@ -311,7 +311,7 @@ def test_rdma_is_a_device_of_each_pod_and_the_machines_network_only_where_asked(
     assert "a NetworkPolicy does not hold there" in host and "dnsPolicy: ClusterFirstWithHostNet" in host
     assert "name: PLAIT_GPUS" in usual
     for options, says in (
-        (("network=bridge",), "is not as kubernetes writes it; write for example host"),
+        (("network=bridge",), "is not in the form that kubernetes uses; write for example host"),
         (("network=host", "rdma=a/b"), "needs no host network"),
     ):
         with pytest.raises(PlaitError, match=says):

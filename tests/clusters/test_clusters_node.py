@@ -236,5 +236,5 @@ def test_a_secret_that_came_with_the_job_is_used_and_stays(tmp_path: Path, targe
 
 def test_node_0_without_a_secret_says_how_to_give_one(target: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PLAIT_SECRET", raising=False)
-    with pytest.raises(PlaitError, match=r"no secret by which they know each other; name a file .* --secret-file"):
+    with pytest.raises(PlaitError, match=r"no secret to recognize each other; name a file .* --secret-file"):
         work_on_node(target, NodePlace(nodes=2, rank=0, leader="127.0.0.1"), SilentScreen())

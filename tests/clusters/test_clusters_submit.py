@@ -343,7 +343,7 @@ def test_a_job_goes_to_slurm_once_and_is_found_by_its_name(tools: Tools, tmp_pat
     tools.add("squeue", "PENDING|PartitionTimeLimit\n")
     tools.add("scancel", "")
     told = send(REQUEST)
-    assert "sent     play: job 17 of Slurm, PENDING (it waits for ever: the partition allows less time" in told
+    assert "sent     play: job 17 of Slurm, PENDING (it waits forever: the partition allows less time" in told
     script = tools.text("sbatch.input")
     assert script.startswith("#!/bin/bash\n") and "#SBATCH --nodes=2\n" in script
     with pytest.raises(PlaitError, match=r"play is job 17 of Slurm already .*plait stop play"):

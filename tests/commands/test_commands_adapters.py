@@ -128,7 +128,7 @@ def test_what_has_no_adapter_says_so(runs: WorkingFolder, tmp_path: Path) -> Non
             lambda: write_export("whole", tmp_path / "x", what="adapter", screen=SilentScreen(), working=here),
             "no adapter",
         ),
-        (lambda: open_model("whole", here, adapter="none"), "trained all weights, so that no adapter goes beside them"),
+        (lambda: open_model("whole", here, adapter="none"), "trained all weights, so no adapter can be added to them"),
         (lambda: open_model(base_of(runs), runs, adapter=str(own)), "trained all weights and has no adapter"),
         (lambda: open_model(base_of(runs), runs, adapter="nobody"), "there is no run"),
     ):

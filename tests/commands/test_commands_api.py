@@ -283,7 +283,7 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.plan(RECIPE, cluster="8xH100", pool="8xH100"), r"pool= and cluster= both name machines"),
     (lambda: plait.plan(RECIPE, pool=8), r"pool = 8 is not usable; give a path"),  # type: ignore[arg-type]
     (lambda: plait.plan(RECIPE, pool="none.toml"), r"cannot read the pool none.toml"),
-    (lambda: plait.plan(RECIPE, pool="4xT4", availability="seed:1"), r"availability= is about spot machines"),
+    (lambda: plait.plan(RECIPE, pool="4xT4", availability="seed:1"), r"availability= is for spot machines"),
     (lambda: plait.plan(RECIPE, availability="seed:1"), r"name one with pool="),
     (lambda: plait.plan(RECIPE, pool="4xT4", objective="fastest"), r"takes no objective"),  # type: ignore[call-arg]
     (lambda: plait.plan(RECIPE, cluster="2xH100", folder="nowhere"), r'folder = "nowhere" is no folder'),
@@ -291,7 +291,7 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.train(RECIPE, hosts=0), r"hosts = 0 is too small"),
     (lambda: plait.train(RECIPE, progress="bar"), r'give "auto", "lines" or "off"'),  # type: ignore[arg-type]
     (lambda: plait.train(RECIPE, ["optimizer.lr=3.0"], folder="work"), r"optimizer.lr was"),
-    (lambda: plait.join("nowhere"), r'"nowhere" is no HOST:PORT'),
+    (lambda: plait.join("nowhere"), r'"nowhere" is not HOST:PORT'),
     (lambda: plait.sample("play", tokens=0, folder="work"), r"tokens = 0 is too small"),
     (lambda: plait.evaluate("play", sequence=1, folder="work"), r"sequence = 1 is too small; give 2 or more"),
     (lambda: plait.sample("nobody", folder="work"), r'there is no run "nobody"'),

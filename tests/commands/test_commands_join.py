@@ -77,8 +77,8 @@ def test_a_host_that_stays_joins_again_until_the_run_is_finished(monkeypatch: py
     assert not ends and len(waited) == 4 and len(set(map(id, used))) == 1
     assert screen.lines == [
         "waits    for a run at a:1; Ctrl-C leaves",
-        "waits    host 0 was lost: gone; this host joins again by itself, Ctrl-C leaves",
-        "waits    until the run goes on at a:1; Ctrl-C leaves",
+        "waits    host 0 was lost: gone; this host rejoins by itself, Ctrl-C leaves",
+        "waits    until the run continues at a:1; Ctrl-C leaves",
     ]
 
 

@@ -56,7 +56,7 @@ def test_a_pool_from_the_command_to_json_and_page(folder: Path) -> None:
         "--availability", "seed:3",
     )  # fmt: skip
     assert "take     all 4 A100 SXM 40GB in east, as spot machines: " in said
-    assert "beside the recommended" in said or "beside the" in said
+    assert "vs. the" in said
     assert "spot     pays here: with availability drawn with seed 3 the run takes " in said
     assert "T4 at $0.53 an hour (AWS on-demand list price, undated: g4dn.xlarge)" in said or "T4 is not used" in said
     values = json.loads((folder / "out.json").read_text())

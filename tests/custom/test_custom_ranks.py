@@ -72,7 +72,7 @@ def test_a_run_resumes_to_the_bit_and_on_another_number_of_ranks(
 
 
 def test_an_embedding_that_shortens_its_rows_is_refused(server: RanksOf) -> None:
-    with pytest.raises(PlaitError, match=r"0 has max_norm = 0\.5, by which each worker would shorten the rows"):
+    with pytest.raises(PlaitError, match=r"0 has max_norm = 0\.5, with which each worker would shorten only the rows"):
         told_by(server, "renormed", 2)
 
 
@@ -145,7 +145,7 @@ def test_gradients_may_travel_rounded(server: RanksOf, layout: str) -> None:
 
 
 def test_unlike_models_are_told(server: RanksOf) -> None:
-    with pytest.raises(PlaitError, match="have built unlike models"):
+    with pytest.raises(PlaitError, match="have built different models"):
         told_by(server, "unlike_models", 2)
 
 

@@ -88,7 +88,7 @@ def test_a_run_at_work_is_disturbed_only_where_somebody_says_so(place: Place, ru
     process = place.start_training(name, "train.budget=3000 steps", "recover.state_every=3", "--no-check")
     wait_while_running(lambda: done_steps(place, name) > 30, process)
     refused = run_warm(place, "drill", name, "--kill", "1@500")
-    assert refused.code == 2 and "is at work" in refused.sentence() and "say --yes" in refused.sentence()
+    assert refused.code == 2 and "is at work" in refused.sentence() and "give --yes" in refused.sentence()
     for words in (("--nan", "1@500"), ("--fill-disk", "500"), ("--lose-host", "1@500")):
         odd = run_warm(place, "drill", name, *words, "--yes")
         assert odd.code == 2 and "rehearse anything else" in odd.sentence()

@@ -159,7 +159,7 @@ def test_what_cannot_begin_is_told_in_a_sentence(pair: Pair, tmp_path: Path) -> 
     nobody = ended(pair.start_join(), within_s=30)
     assert nobody.code == 2 and "no run accepts hosts" in nobody.sentence()
     odd = pair.other.run("join", "somewhere", "--secret-file", str(pair.secret))
-    assert odd.code == 2 and '"somewhere" is no HOST:PORT' in odd.sentence()
+    assert odd.code == 2 and '"somewhere" is not HOST:PORT' in odd.sentence()
     pair.assert_nothing_left()
 
 

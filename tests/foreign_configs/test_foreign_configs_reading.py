@@ -81,7 +81,7 @@ def test_the_launchers_file_says_what_is_sharded(tmp_path: Path) -> None:
     )
     script = tmp_path / "run.sh"
     script.write_text(command)
-    with pytest.raises(PlaitError, match=r"acc\.yaml, which is not there; give sharded="):
+    with pytest.raises(PlaitError, match=r"acc\.yaml, which does not exist; give sharded="):
         read_configuration(str(script))
     (tmp_path / "acc.yaml").write_text(
         "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_offload_params: true}\n"
@@ -105,23 +105,23 @@ def test_aliases_of_yaml_and_values_of_the_shell_are_followed(tmp_path: Path) ->
 
 BAD = {
     "empty.yaml": ("", "is empty"),
-    "list.yaml": ("- 1\n- 2\n", "holds no keys"),
+    "list.yaml": ("- 1\n- 2\n", "contains no keys"),
     "other.yaml": ("services: {web: {image: nginx}}\n", "no format that plait knows.*it reads: Axolotl YAML"),
-    "tag.yaml": ("base_model: !!python/object/apply:os.system ['true']\n", "would make an object"),
-    "twice.yaml": ("base_model: a\nbase_model: b\n", "base_model stands there twice"),
-    "broken.yaml": ("base_model: [a\n", "not YAML that can be read"),
+    "tag.yaml": ("base_model: !!python/object/apply:os.system ['true']\n", "would create an object"),
+    "twice.yaml": ("base_model: a\nbase_model: b\n", "base_model is given twice"),
+    "broken.yaml": ("base_model: [a\n", "not valid YAML"),
     "documents.yaml": ("base_model: a\n---\nbase_model: b\n", "several documents"),
     "broken.toml": ("[model\n", "is not TOML"),
     "broken.json": ("{", "is not JSON"),
     "both.yaml": ("base_model: gpt2\nsequence_len: 8\nbf16: true\nfp16: true\n", "bf16 and fp16 are both on"),
     "bits.yaml": ("base_model: gpt2\nload_in_4bit: true\nload_in_8bit: true\n", "contradict each other"),
-    "frozen.yaml": ("base_model: gpt2\nload_in_4bit: true\n", "none would learn"),
-    "placeholder.yaml": ("base_model: gpt2\nsequence_len: ${LENGTH}\n", "only running it would replace"),
-    "word.yaml": ("base_model: gpt2\nsequence_len: long\n", "is no number"),
+    "frozen.yaml": ("base_model: gpt2\nload_in_4bit: true\n", "none would be trained"),
+    "placeholder.yaml": ("base_model: gpt2\nsequence_len: ${LENGTH}\n", "known only when it runs"),
+    "word.yaml": ("base_model: gpt2\nsequence_len: long\n", "is not a whole number"),
     "both.json": ('{"output_dir": "o", "fsdp": "full_shard", "deepspeed": "zero3.json"}', "fsdp and deepspeed"),
     "lengths.json": ('{"output_dir": "o", "max_length": 8, "max_seq_length": 9}', "contradict each other"),
-    "none.py": ("x = 1\n", "neither a call"),
-    "broken.py": ("def (", "is not Python"),
+    "none.py": ("x = 1\n", "has neither a call"),
+    "broken.py": ("def (", "is not valid Python"),
     "nothing.sh": ("echo hello\n", "starts no program"),
     "branch.sh": ("if [ $1 == a ]; then\nTP=1\nelse\nTP=2\nfi\npython pretrain_gpt.py --num-layers 2 --hidden-size 64 "
                   "--num-attention-heads 2 --micro-batch-size 1 --tensor-model-parallel-size $TP\n",
@@ -162,10 +162,10 @@ def test_few_lines_of_aliases_do_not_become_billions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        ("colour=red", "none of what can be said"),
+        ("colour=red", "not one of the values"),
         ("sharded=some", "choose nothing"),
         ("steps=0", "too small"),
-        ("steps", "none of"),
+        ("steps", "not one of"),
     ],
 )
 def test_what_cannot_be_said_is_one_sentence(said: str, sentence: str, tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_model_that_looks_both_ways_is_refused(family: str, tmp_path: Path) ->
     [
         (
             {"rope_theta": 500.0},
-            r"rope_theta in config.json is \d+ in its table .* and 500 beside it.*remove the wrong",
+            r"rope_theta in config.json is \d+ in its table .* and 500 outside it.*remove the wrong",
         ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings in config.json is 'false'; it should be true or false"),
         ({"attention_bias": "no"}, "attention_bias in config.json is 'no'; it should be true or false"),

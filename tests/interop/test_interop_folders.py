@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Break, str]] = {
     "a part of a head": (config(partial_rotary_factor=0.5), "turns 0.5 of each head"),
     "two types of positions": (
         config(rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0}),
-        "rope_parameters and rope_scaling in config.json disagree: rope_type is 'default' in the one and 'linear'",
+        "rope_parameters and rope_scaling in config.json disagree: rope_type is 'default' in one and 'linear'",
     ),
     "another factor of positions": (
         config(
@@ -104,14 +104,14 @@ CASES: dict[str, tuple[Break, str]] = {
             rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500},
             rope_scaling={"type": "linear", "factor": 2.0},
         ),
-        "disagree: factor is 4.0 in the one and 2.0 in the other",
+        "disagree: factor is 4.0 in one and 2.0 in the other",
     ),
     "a theta that rope_scaling hides": (
         config(
             rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 500},
             rope_scaling={"type": "linear", "factor": 2.0},
         ),
-        "rope_theta in config.json stands in rope_parameters alone",
+        "rope_theta in config.json is only in rope_parameters",
     ),
     "two thetas": (
         config(

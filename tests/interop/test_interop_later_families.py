@@ -109,7 +109,7 @@ def values_of(family: str, seed: int = 0, **changes: Any) -> dict[str, Any]:
         (
             "phi3",
             {"partial_rotary_factor": 0.3, "rope_parameters": None, "head_dim": 4},
-            "plait turns an even number of them",
+            "plait rotates an even number of them",
         ),
         ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers in config.json is not a list of"),
         ("granite", {"logits_scaling": 0}, "logits_scaling in config.json is 0; it should be a number above 0"),

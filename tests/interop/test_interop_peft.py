@@ -220,7 +220,7 @@ CASES: dict[str, tuple[Break, str]] = {
         lambda folder: (folder / "adapter_config.json").write_text("{") and None,
         "not usable",
     ),
-    "another kind": (config(peft_type="IA3"), "is of the kind IA3, and plait reads LORA alone"),
+    "another kind": (config(peft_type="IA3"), "is of the kind IA3; plait reads only LORA adapters"),
     "dora": (config(use_dora=True), "lacks .*lora_magnitude_vector; bring the whole file"),
     "a magnitude without dora": (
         tensors(lambda found: found.update({f"{FIRST}.lora_magnitude_vector": torch.ones(4)})),

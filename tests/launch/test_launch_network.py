@@ -72,7 +72,7 @@ def test_variables_follow_the_facts() -> None:
 def test_each_variable_is_told_with_its_reason_and_a_persons_own_stays() -> None:
     lines = told(NetworkFacts(interface="eth0", mtu=9000, megabits=25_000), NCCL_SOCKET_IFNAME="ib0")
     assert lines[0] == "network  10.0.0.1 on eth0, packets of 9,000 bytes at most (MTU), 25 Gb/s"
-    assert lines[1].startswith("         · GLOO_SOCKET_IFNAME=eth0: processors' messages take the interface")
+    assert lines[1].startswith("         · GLOO_SOCKET_IFNAME=eth0: gloo (on CPUs) uses the interface")
     assert lines[2] == "         · NCCL_SOCKET_IFNAME=ib0 stays as you set it"
     assert lines[3].startswith("         · a host that says nothing for 10 s is lost") and len(lines) == 4
 
@@ -81,7 +81,7 @@ def test_what_is_in_the_way_of_gpus_is_told_with_the_mend() -> None:
     port = RdmaPort(name="mlx5_0:1", link="InfiniBand", rate="200 Gb/sec")
     facts = {"rdma": (port,), "lockable_bytes": 64 << 10, "shared_memory_bytes": 64 << 20}
     text = "\n".join(told(NetworkFacts(interface="eth0", has_gpus=True, **facts)))
-    assert "GPUs use RDMA by mlx5_0:1 (InfiniBand, 200 Gb/sec)" in text
+    assert "GPUs use RDMA through mlx5_0:1 (InfiniBand, 200 Gb/sec)" in text
     assert "the capability IPC_LOCK" in text and "--shm-size=8g" in text
     without = "\n".join(told(NetworkFacts(interface="eth0", **facts)))
     assert "RDMA" not in without and "shm" not in without

@@ -86,7 +86,7 @@ def test_workers_must_make_a_rectangle_of_chips() -> None:
     assert topology(8, 8, "TPU v5e") == "2,4,1"
     assert topology(8, 8, "TPU v5p") == "2,2,2"
     with pytest.raises(
-        PlaitError, match=r"3 workers make no rectangle of TPU v5e chips; write run\.workers = 1 or 4 or 8"
+        PlaitError, match=r"3 workers do not form a rectangle of TPU v5e chips; write run\.workers = 1 or 4 or 8"
     ):
         topology(3, 3, "TPU v5e")
     with pytest.raises(PlaitError, match="set TORCH_TPU_TOPOLOGY"):

@@ -113,7 +113,7 @@ def test_frozen_products_cost_two_thirds() -> None:
         ({"alpha": float("nan")}, "alpha is nan; choose a number above 0"),
         ({"targets": ()}, "needs linear layers to adapt, each named once"),
         ({"targets": ("attention.q", "attention.q")}, "each named once"),
-        ({"targets": ("head",)}, "target is 'head', which is no linear layer; choose among attention.q, "),
+        ({"targets": ("head",)}, "target is 'head', which is not a linear layer; choose among attention.q, "),
         ({"variant": "other"}, "variant is 'other'; choose"),
         ({"quantization": "fp4"}, 'frozen weights are in \'fp4\'; choose "none", "nf4" or "int8"'),
     ],

@@ -60,7 +60,7 @@ def test_without_other_seeds_the_noise_is_said_to_be_unknown(here: WorkingFolder
     assert "not known, no run here differs from one of these by its seed alone" in text
     assert "plait train runs/low/recipe.toml run.name=low-seed2 run.seed=2" in text
     assert "'train.budget=100 steps'" in text and "optimizer.lr=0.001" in text, "a budget of time would be another run"
-    assert "explained by optimizer.lr, the only setting that differs and changes what is learned" in text
+    assert "explained by optimizer.lr, the only differing setting that changes the result of training" in text
     assert [one.key for one in found.recipe] == ["optimizer.lr"]
     assert [(one.key, one.first, one.second) for one in found.plan] == [("job.optimizer.lr", 1e-3, 3e-3)]
 
@@ -112,7 +112,7 @@ def test_runs_that_differ_by_their_seed_are_noise_themselves(here: WorkingFolder
         with_lr(here, f"run{seed}", 1e-3, held_out, seed)
     found, text = compared("run1", "run2"), text_of("run1", "run2")
     assert found.better is None and found.loss and found.loss.differ_by_seed_alone
-    assert "the two differ by their seed alone: this difference is the noise of seeds; 3 seeds differ by 0.02" in text
+    assert "the two differ only by seed: this difference is the noise of seeds; 3 seeds differ by 0.02" in text
 
 
 def test_the_same_run_twice_has_no_difference(here: WorkingFolder) -> None:
@@ -144,7 +144,7 @@ def test_speed_without_a_cause_is_said_to_have_none(here: WorkingFolder) -> None
     written_run(here, "two", step_s=0.05)
     text = text_of("one", "two")
     assert "two is 4 times as fast" in text
-    assert "nothing that decides the speed differs: other programs or the machine's noise may be why" in text
+    assert "nothing that affects speed differs: other programs or the machine's noise may be the cause" in text
 
 
 def test_unfinished_runs_are_compared_at_the_same_tokens(here: WorkingFolder) -> None:
@@ -180,7 +180,7 @@ def test_other_versions_are_listed(here: WorkingFolder) -> None:
     written_run(here, "two", fingerprint=newer)
     [found] = compared("one", "two").versions
     assert (found.key, found.second) == ("torch", "2.14.0")
-    assert "nothing that decides the speed differs but the versions of torch" in text_of("one", "two")
+    assert "nothing that affects speed differs except the versions of torch" in text_of("one", "two")
 
 
 PLAY = "".join(
@@ -203,7 +203,7 @@ def test_the_same_text_by_other_tokenizers_is_compared_per_byte(here: WorkingFol
     prepared_run(here, "two", PLAY, 400, 1.4)
     found = compared("one", "two")
     assert found.text == "same text" and found.loss and found.loss.unit == "nats per byte" and found.better == "two"
-    assert "divided into tokens by different tokenizers: losses are compared per byte" in text_of("one", "two")
+    assert "tokenized differently: losses are compared per byte" in text_of("one", "two")
     write_metrics(one, [3.0] * 100, None)
     assert "tokenizers differ, and not both have a held-out loss" in compared("one", "two").why_no_loss
 

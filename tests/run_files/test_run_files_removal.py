@@ -60,12 +60,12 @@ def test_a_run_at_work_is_refused_by_its_lock_and_by_the_list(here: WorkingFolde
     removal = removal_of("second", here)
     with lock_run_folder(RunFolder(here.runs / "second")):
         for attempt in (lambda: removal_of("second", here), lambda: remove_run(removal, here)):
-            with pytest.raises(PlaitError, match="second is at work just now; stop it first"):
+            with pytest.raises(PlaitError, match="second is training just now; stop it first"):
                 attempt()
     run = RunningRun(folder=str((here.runs / "second").resolve()), workers=1, threads=1, gpus=())
     with listed_as_running(run, registry_folder()):
         for attempt in (lambda: removal_of("second", here), lambda: remove_run(removal, here)):
-            with pytest.raises(PlaitError, match="second is at work just now; stop it first"):
+            with pytest.raises(PlaitError, match="second is training just now; stop it first"):
                 attempt()
     assert left() == {"first", "second"}
 

@@ -111,4 +111,4 @@ def test_status_without_a_name_says_what_runs_says(tmp_path: Path, monkeypatch: 
     assert runs == status and [one["name"] for one in json.loads(runs)] == ["first"]
     assert CliRunner().invoke(app, ["status"]).output.startswith("run    state")
     refused = CliRunner().invoke(app, ["status", "--ledger"])
-    assert str(refused.exception) == "--ledger is of one run; name it: plait status RUN --ledger"
+    assert str(refused.exception) == "--ledger needs one run; name it: plait status RUN --ledger"

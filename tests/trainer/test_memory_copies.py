@@ -103,7 +103,7 @@ def test_where_one_rank_has_no_whole_copy_all_hear_of_it(run: RunCopies, server:
     run("copy_and_save", tmp_path, 2, lineage=lineage, steps=3, new=str(new), spoil=1)
     assert list(server.whole_steps(2, lineage)) == [2], "the newest that both have"
     told = run("restore_and_save", tmp_path, 2, lineage=lineage, steps=0, new=str(new), **{"from": 3})
-    assert told[0] == told[1] and "rank 1 has no whole copy of step 3" in told[0]["why"]
+    assert told[0] == told[1] and "rank 1 has no complete copy of step 3" in told[0]["why"]
     assert list(server.whole_steps(2, lineage)) == [2]
 
 

@@ -1,4 +1,4 @@
-"""Which line of a person's program made a call."""
+"""Finds the line of the user's program that made a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OWN = str(Path(__file__).resolve().parents[1])
 
 
 def call_site() -> str:
-    """ "train.py:41": the innermost line outside of libraries that is being carried out; "" where there is none."""
+    """The innermost line outside of libraries that is being executed, such as "train.py:41"; empty if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -22,8 +22,8 @@ def call_site() -> str:
 
 
 def call_path() -> str:
-    """All lines outside of libraries that are being carried out, innermost first: a helper that calls backward for two
-    losses is called from two places."""
+    """All lines outside of libraries that are being executed, innermost first: they distinguish two losses for which
+    one helper calls backward."""
     lines, frame = [], sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""The watch over data: which examples each DataLoader of a rank hands out, pass by pass."""
+"""Records which examples each DataLoader of a rank yields, pass by pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from plait.checking.watch.call_site import call_site
 from plait.checking.watch.journal import Journal
 
 _INDICES_AT_MOST = 4096
-"""Of one batch; of larger ones a hash is written down."""
+"""Indices recorded per batch; of a larger batch, a hash is recorded."""
 
 
 class DataWatch:
-    """Follows DataLoaders by their iterators, which is where subclasses and wrappers end up, too."""
+    """Watches the iterators of DataLoaders, which subclasses and wrappers use, too."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal, self._sees_metrics = journal, False
@@ -46,14 +46,14 @@ class DataWatch:
         original(iterator, loader)
 
     def _again(self, original: Callable[..., Any], iterator: Any, loader: Any, first_iter: bool = False) -> None:
-        if not first_iter:  # workers that stay begin another pass with the same iterator
+        if not first_iter:  # persistent workers begin another pass with the same iterator
             self._indices[iterator] = deque()
             self._open_pass(iterator, loader)
         original(iterator, loader, first_iter)
 
     def _see_metrics(self) -> None:
-        """Accelerate's gather_for_metrics leaves out again what was doubled at the end of a pass. Looked for when data
-        is drawn: importing it for programs that do not use it would take seconds."""
+        """Record calls of Accelerate's gather_for_metrics, which drops the duplicates at the end of a pass. It is
+        looked for when data is drawn: importing it for programs that do not use it would take seconds."""
         accelerate = sys.modules.get("accelerate")
         if self._sees_metrics or accelerate is None or not hasattr(accelerate, "Accelerator"):
             return
@@ -99,7 +99,7 @@ def _facts(loader: DataLoader[Any]) -> dict[str, Any]:
     inner = getattr(
         batches, "batch_sampler", batches
     )  # Accelerate's BatchSamplerShard holds the one that it shares out
-    # Beside a batch sampler of the program's own, a DataLoader holds a sampler that it never asks.
+    # With the program's own batch sampler, a DataLoader has a sampler that it never uses.
     sampler = getattr(inner, "sampler", None) if batches is not None else getattr(loader, "sampler", None)
     dataset = loader.dataset
     is_map = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
@@ -126,7 +126,7 @@ def _length(sampler: Any) -> int | None:
 
 
 def _content(batch: Any) -> list[str]:
-    """A short hash of each example of a batch: of its rows in the first tensor, with the index where there is none."""
+    """A short hash of each example of a batch, from its row in the first tensor; empty if there is no such tensor."""
     first = _first_tensor(batch)
     if first is None or first.dim() == 0 or first.shape[0] > _INDICES_AT_MOST:
         return []

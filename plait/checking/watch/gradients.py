@@ -1,5 +1,5 @@
-"""The watch over gradients: what each backward pass of a rank added to each weight before any message, how its loss was
-normalized, and what the optimizer got in the end."""
+"""Records what each backward pass of a rank added to each weight before any communication, how its loss was normalized,
+and which gradient the optimizer finally got."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from plait.checking.watch.loss_terms import (
 )
 
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What wrappers put in front of the names of weights."""
+"""Prefixes that wrappers add to the names of weights."""
 _HASHED_AT_MOST = 1 << 20
 
 
 class GradientWatch:
-    """Follows the forward and backward passes and optimizer steps of one rank until `steps` of them are written down.
+    """Records the forward and backward passes of one rank until `steps` optimizer steps are recorded.
 
-    Everything is found by hooks that torch offers, but for backward itself and gradient clipping, which have none.
+    It uses torch's hooks, except for backward itself and gradient clipping, which have none.
     """
 
     def __init__(
         self, journal: Journal, steps: int, *, stop_after: int | None = None, keeps_states: bool = False
     ) -> None:
-        """`stop_after` optimizer steps the process gets SIGTERM, once; with `keeps_states` the optimizers' states are
-        written down before each step."""
+        """After `stop_after` optimizer steps the process sends itself SIGTERM, once; with `keeps_states` the
+        optimizers' states are recorded before each step."""
         self._journal, self._steps = journal, steps
         self._stop_after, self._keeps_states = stop_after, keeps_states
         self._states: dict[str, Any] = {}
@@ -53,17 +53,17 @@ class GradientWatch:
         """The id of the parameter that an optimizer holds, by the id of the gathered one that FSDP2 computes with."""
         self._names: dict[int, str] = {}
         self._contributions: dict[int, list[tuple[int, Tensor]]] = {}
-        """Of each parameter that an optimizer holds: (number of the backward pass, its gradient from that pass), since
-        its gradient was last empty."""
+        """By id of an optimizer's parameter: (number of the backward pass, its gradient from that pass), since its
+        gradient was last empty."""
         self._unused: dict[int, list[tuple[int, Tensor]]] = {}
-        """Of each parameter: contributions that were emptied away before any step used them."""
+        """By parameter: contributions that were cleared before any step used them."""
         self._computed: dict[int, list[tuple[int, Tensor]]] = {}
-        """Of each parameter: what torch.autograd.grad computed since its optimizer's last step, which the program puts
-        into its gradient by itself."""
+        """By parameter: results of torch.autograd.grad since its optimizer's last step, which the program puts into its
+        gradient by itself."""
         self._in_grad = 0
         self._backwards: dict[int, dict[str, Any]] = {}
         self._stepped: set[tuple[int, int]] = set()
-        """(optimizer, backward pass): whose gradients that optimizer has used in a step."""
+        """(optimizer, backward pass) for which that optimizer has used the gradients in a step."""
         self._clips: list[dict[str, Any]] = []
         self._before_clip: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
@@ -85,7 +85,7 @@ class GradientWatch:
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps that are checked are written down."""
+        """Whether all steps to be checked are recorded."""
         taken = self._steps_of.values()
         return bool(taken) and (min(taken) >= self._steps or max(taken) >= 2 * self._steps)
 
@@ -105,7 +105,7 @@ class GradientWatch:
 
     @property
     def depth(self) -> int:
-        """How many modules' forward passes are being carried out, one inside of another."""
+        """The nesting depth of the modules' forward passes in progress."""
         return self._depth
 
     @property
@@ -153,7 +153,8 @@ class GradientWatch:
             self._after_unshard(root, ())
 
     def _after_module(self, module: nn.Module, inputs: Any, *rest: Any) -> None:
-        """`rest` is keywords and output; after an exception (a checkpoint's recomputation stops by one) only a part."""
+        """`rest` is keywords and output, or after an exception (which ends a checkpoint's recomputation) only part of
+        them."""
         self._see_first_root()
         self._depth -= 1
         if self._depth > 0 or self._in_backward or len(rest) < 2:
@@ -176,7 +177,7 @@ class GradientWatch:
         )
 
     def _after_unshard(self, module: nn.Module, inputs: Any) -> None:
-        """FSDP2 has put gathered weights into the module: watch these."""
+        """FSDP2 has put gathered weights into the module: watch them."""
         if self.is_over:
             return
         path = next((path for root in self._roots.values() for path, one in _paths(root) if one is module), "")
@@ -195,7 +196,7 @@ class GradientWatch:
             self._journal.write("fsdp1")
 
     def _see_batch_norms(self, module: nn.Module) -> None:
-        """Write down layers that take statistics of the batch. Seen at every pass: a program may evaluate first."""
+        """Record layers that use batch statistics. Checked in every pass, because a program may evaluate first."""
         for name, part in module.named_modules() if module.training else ():
             is_batch_norm = isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
             if is_batch_norm and part.training and _bare(name) not in self._batch_norms:
@@ -220,7 +221,7 @@ class GradientWatch:
             _ORIGINALS["register_hook"](parameter, self._gradient_hook(id(parameter)))
 
     def _hook_ours_first(self, original: Callable[..., Any], tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        """A program that sums gradients in a hook of its own would otherwise do so before ours sees them."""
+        """Make our hook run first: the program may sum gradients over ranks in its own."""
         if not self.is_over and isinstance(tensor, nn.Parameter):
             self._watch_parameters([tensor])
         return original(tensor, hook)
@@ -238,7 +239,8 @@ class GradientWatch:
     def _watched_grad(
         self, original: Callable[..., Any], outputs: Any, inputs: Any, *arguments: Any, **keywords: Any
     ) -> Any:
-        """Gradients of weights that the program computes without backward; others, such as a penalty's, are none."""
+        """Record gradients of weights that the program computes without backward; others, such as a penalty's, do not
+        count."""
         wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         if keywords.get("create_graph") or not any(id(one) in self._hooked for one in wanted):
             return original(outputs, wanted, *arguments, **keywords)
@@ -290,7 +292,7 @@ class GradientWatch:
             self._journal.write("backward", **about)
 
     def _forget_emptied(self) -> None:
-        """Contributions to a gradient that was emptied since are gone; those that no step has used are kept apart."""
+        """Drop contributions to gradients that were cleared since; keep those that no step has used apart."""
         for key, parameter in list(self._hooked.items()):
             held = self._sharded_of.get(key, key)
             if key < 0 or held not in self._contributions:
@@ -341,7 +343,7 @@ class GradientWatch:
         return original(scheduler, *arguments, **keywords)
 
     def scheduler_states(self) -> list[dict[str, Any]]:
-        """How far each schedule is, and for how many steps it was made where it says so."""
+        """Where each schedule is, and for how many steps it was made, if it says so."""
         alive = [one() for one in self._schedulers]
         return [
             {
@@ -398,7 +400,7 @@ class GradientWatch:
             merged: dict[int, Tensor] = {}
             kept = self._contributions.get(key) or self._computed.get(key, [])
             sites = {self._backwards[number]["callers"] for number, _ in kept if number in self._backwards}
-            # Of the same loss: micro-batches that were lost. Of another one: what an adversary's pass left behind.
+            # From the same loss, these are lost micro-batches; from another loss, leftovers of an adversary's pass.
             lost = [one for one in self._unused.pop(key, []) if self._backwards[one[0]]["callers"] in sites]
             for number, gradient in [*lost, *kept]:
                 merged[number] = merged[number] + gradient if number in merged else gradient
@@ -472,18 +474,18 @@ def _parameters_of(optimizer: Optimizer) -> Iterable[Tensor]:
 
 
 def _class_name(optimizer: Any) -> str:
-    """With its module: a person's own class may be called AdamW, too."""
+    """With its module, since a program's own class may be called AdamW, too."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _has_state(optimizer: Optimizer) -> bool:
-    """Whether steps have left something in an optimizer; some make empty state before their first step."""
+    """Whether an optimizer has state from earlier steps; some create empty state before their first step."""
     states = getattr(optimizer, "optim", optimizer).state.values()
     return any(isinstance(one, Tensor) and bool(_local(one).any()) for state in states for one in state.values())
 
 
 def _state_facts(optimizer: Optimizer) -> dict[str, dict[str, list[float]]]:
-    """Of each parameter's state: the norm and sum of each tensor, or the number itself."""
+    """For each parameter's state: the norm and sum of each tensor, or the number itself."""
     state = getattr(optimizer, "optim", optimizer).state
     found: dict[str, dict[str, list[float]]] = {}
     for position, parameter in enumerate(_parameters_of(optimizer)):
@@ -510,7 +512,7 @@ def _paths(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _bare(name: str) -> str:
-    """A name without what wrappers put into it."""
+    """A name without the prefixes that wrappers add."""
     for wrapper in WRAPPERS:
         name = name.removeprefix(wrapper).replace(f".{wrapper}", ".") if wrapper != "module." else name
     while name.startswith("module."):
@@ -519,7 +521,7 @@ def _bare(name: str) -> str:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, of a sharded one from all ranks, which must all call this."""
+    """The whole tensor; a sharded one is gathered from all ranks, which must all call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -539,7 +541,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _digest(*tensors: Tensor) -> str:
-    """A short hash of tensors' values; of very large ones the beginning."""
+    """A short hash of the tensors' values; of very large ones, of the beginning."""
     found = hashlib.blake2b(digest_size=8)
     for one in tensors:
         flat = _local(one).detach().reshape(-1)[:_HASHED_AT_MOST].contiguous()
@@ -549,13 +551,13 @@ def _digest(*tensors: Tensor) -> str:
 
 
 def _uses_accelerate() -> bool:
-    """Whether Accelerate is set up in this process, whose schedules step once for each process on purpose."""
+    """Whether this process uses Accelerate, whose schedules intentionally step once per process."""
     state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     return bool(getattr(state, "_shared_state", None))
 
 
 def _planned_steps(scheduler: Any) -> int | None:
-    """For how many steps a schedule was made; None where it does not say."""
+    """The number of steps that a schedule was made for; None if it does not say."""
     for name in ("total_steps", "T_max", "total_iters"):
         if isinstance(getattr(scheduler, name, None), int):
             return int(getattr(scheduler, name))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 EVENTS = "events.jsonl"
 SAMPLED = 65_536
-"""Elements of a tensor that are kept; of a larger one, a sample spread over the whole tensor."""
+"""Most elements of a tensor that are kept; a larger one is sampled."""
 
 
 class Journal:
@@ -27,7 +27,7 @@ class Journal:
         self.count = 0
 
     def write(self, kind: str, **values: Any) -> int:
-        """Write an event down; returns its number, in the order of this rank."""
+        """Write an event; returns its number within this rank."""
         number = self.count
         self.count += 1
         self._file.write(json.dumps({"kind": kind, "number": number, "s": time.monotonic(), **values}) + "\n")
@@ -43,7 +43,7 @@ class Journal:
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """A flat copy of a tensor's elements, or of `SAMPLED` ones of a large tensor, the same ones for each shape."""
+    """A flat copy of a tensor, or of `SAMPLED` elements of a large one, the same ones for each shape."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() <= SAMPLED:
         return flat.clone()

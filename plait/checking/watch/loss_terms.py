@@ -1,8 +1,8 @@
 """How a loss is normalized, read from its autograd graph: each mean or sum in it, and how many elements went in.
 
-One process would divide the sum over all ranks' elements by their number. Which number that is (valid tokens, examples,
-elements) is what a mean or sum remembers of its input; by what a rank really divided is the gradient that arrives
-there.
+One process would divide the sum over all ranks' elements by their number. The node of a mean or sum saves the sizes of
+its input, which give that number (valid tokens, examples, elements); the gradient that arrives at the node shows by how
+much the rank really divided.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ TermKind = Literal["mean", "sum", "opaque"]
 _SCALAR_ARITHMETIC = {"Add", "Sub", "Rsub", "Mul", "Div", "Neg", "View", "UnsafeView", "Reshape", "Squeeze",
                       "Unsqueeze", "ToCopy", "Clone", "Alias", "Expand", "Stack", "Cat", "Select", "Slice", "Unbind",
                       "Permute", "ReshapeAlias", "Transpose", "T", "NanToNum", "Where"}  # fmt: skip
-"""Nodes that only scale and add what comes in, by their names without "Backward0"."""
+"""Nodes that only scale or add their inputs, by name without "Backward0", as in "Mul" and "Add"."""
 _POINTWISE_LOSSES = ("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "BinaryCrossEntropy",
                      "BinaryCrossEntropyWithLogits")  # fmt: skip
 _MEAN = 1
 """ATen's number for reduction="mean"; 0 is "none" and 2 is "sum"."""
 _NODES_AT_MOST = 3000
 _Scales = tuple[tuple[float, ...], tuple[float, ...]]
-"""The numbers by which a loss divides and multiplies a part of it, on the way to that part."""
+"""The numbers by which a loss divides, and by which it multiplies, one of its terms."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,14 +35,15 @@ class LossTerm:
 
     kind: TermKind
     units: dict[str, float]
-    """How many elements it is over, counted in each way that a divisor may count: "valid" (not masked), "elements"."""
+    """The number of elements, by way of counting: "valid" (not masked) or "elements", as a divisor may count them."""
     is_linear: bool
-    """Whether the loss only scales and adds it; a logarithm or root of a mean is no mean."""
+    """Whether the loss only scales and adds it; the logarithm or root of a mean, for example, is not a mean."""
     node: Any = field(repr=False)
     divisors: tuple[float, ...] = ()
-    """Each number that the loss divides it by, one by one: what `loss / 4 / 2` shows and a coefficient does not."""
+    """Each number by which the loss divides it, separately: `loss / 4 / 2` gives 4 and 2, which a coefficient does not
+    show."""
     multipliers: tuple[float, ...] = ()
-    """Each number that the loss multiplies it by."""
+    """Each number by which the loss multiplies it."""
     coefficient: float | None = None
     """The derivative of the loss with respect to it; known after the backward pass."""
 
@@ -68,7 +69,7 @@ def find_terms(root: Tensor) -> list[LossTerm]:
 
 
 def record_coefficients(terms: Sequence[LossTerm]) -> Callable[[], None]:
-    """Have the next backward pass fill in the terms' coefficients; the answer removes the hooks."""
+    """Let the next backward pass fill in the terms' coefficients; calling the result removes the hooks."""
     handles = [term.node.register_prehook(_coefficient_hook(term)) for term in terms if term.node is not None]
 
     def remove() -> None:
@@ -93,7 +94,7 @@ def _coefficient_hook(term: LossTerm) -> Callable[[Any], None]:
 
 def compares_samples(root: Tensor, outputs: Sequence[Any], rows: int) -> bool:
     """Whether the loss multiplies a batch's outputs with each other, as contrastive losses do: an n x n product of two
-    things that both have gradients, above the models' outputs."""
+    tensors with gradients, computed from the models' outputs."""
     stops = set(outputs)
     if not stops or rows < 2:
         return False
@@ -129,8 +130,8 @@ def gathers_in_graph(root: Tensor) -> bool:
 
 
 def joins_constants(root: Tensor, outputs: Sequence[Any]) -> bool:
-    """Whether the loss joins a model's outputs with tensors that have no gradient, as where the outputs of other ranks
-    are gathered without one."""
+    """Whether the loss combines a model's outputs with tensors that have no gradient, such as other ranks' outputs that
+    were gathered without one."""
     stops = set(outputs)
     waiting, seen = [root.grad_fn], set()
     while waiting and len(seen) < _NODES_AT_MOST:
@@ -174,7 +175,7 @@ def _terms_below(node: Any, output: int, *, linear: bool, seen: set[Any], by: _S
 
 
 def _number(node: Any, name: str, operation: str) -> tuple[float, ...]:
-    """The number by which a node divides or multiplies; empty for all others."""
+    """The numbers by which a node divides or multiplies; empty for other nodes."""
     other = getattr(node, "_saved_other", None) if _operation(name) == operation else None
     return (float(other),) if isinstance(other, Tensor) and other.numel() == 1 else ()
 
@@ -225,12 +226,12 @@ def _reduces_all(node: Any) -> bool:
 
 
 def _signed(dim: int) -> int:
-    """ATen saves dims as unsigned numbers of 64 bits in some nodes."""
+    """ATen saves dims as unsigned 64-bit numbers in some nodes."""
     return dim - 2**64 if dim >= 2**63 else dim
 
 
 def _valid_below(node: Any) -> float | None:
-    """The elements of a sum that a mask, an index or ignored targets left in; None where nothing says."""
+    """The number of elements in a sum after a mask, an index or ignored targets; None if the graph does not say."""
     for _ in range(12):
         edges = [after for after, _ in node.next_functions if after is not None]
         if len(edges) != 1:

@@ -1,4 +1,4 @@
-"""The watch over what ranks send each other and print: calls of torch.distributed, and numbers on the terminal."""
+"""Records what ranks send each other and print: calls of torch.distributed, and numbers on the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FSDP = ("torch/distributed/fsdp", "torch/distributed/_composable", "torch/distr
 
 
 class MessageWatch:
-    """Follows calls of torch.distributed and lines that a rank prints, and counts what gathers for metrics."""
+    """Records calls of torch.distributed and the numbers that a rank prints."""
 
     def __init__(self, journal: Journal, gradients: GradientWatch) -> None:
         self._journal, self._gradients, self._lines = journal, gradients, 0
@@ -66,7 +66,7 @@ class MessageWatch:
             setattr(dist.distributed_c10d, name, watched)
 
     def _watch_join(self) -> None:
-        """Inside of Join, ranks that run out of data may take fewer steps than others."""
+        """Ranks inside Join that run out of data may take fewer steps than others."""
         original = Join.__enter__
 
         def entered(join: Join) -> Any:
@@ -82,7 +82,7 @@ class MessageWatch:
 
 
 class _WatchedText:
-    """A text stream that also shows what is written to it."""
+    """A text stream that also passes its text to a callback."""
 
     def __init__(self, stream: Any, see: Callable[[str], None]) -> None:
         self._stream, self._see = stream, see

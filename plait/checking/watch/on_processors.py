@@ -1,7 +1,6 @@
-"""What lets a program that was written for GPUs run on processors: the backend, devices, and processes of its own.
+"""Lets a program written for GPUs run on CPUs: replaces the backend, devices, and process launches.
 
-Each change is written down, so that the report can name it. Programs that test for a GPU themselves see that there is
-none.
+Each replacement is recorded, so that the report can name it. Programs that look for a GPU find none.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from plait.checking.watch.journal import Journal
 
 
 class ProcessorStandIns:
-    """Replaces, in this watched process, what needs a GPU or would write outside of the folder of the check."""
+    """Replaces, in this watched process, calls that need a GPU or would write outside the check's folder."""
 
     def __init__(self, journal: Journal, rank: int, size: int, outputs: Path, working: Path | None = None) -> None:
-        """`working` is a copy of the working folder, below which the program may write as it does; None where it runs
-        in the folder itself."""
+        """`working` is a copy of the working folder, in which the program may write freely; None if it runs in the
+        folder itself."""
         self._journal, self._rank, self._size, self._outputs = journal, rank, size, outputs
         self._working = working
         self._said: set[str] = set()
@@ -113,7 +112,7 @@ class ProcessorStandIns:
     def _start_here(
         self, original: Callable[..., Any], fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **more: Any
     ) -> None:
-        """A program that starts its own processes: each of ours plays one of them."""
+        """For a program that starts its own processes: each of ours plays one of them."""
         if nprocs not in (self._size, 0):
             self._journal.write("unusable", why="spawn", wanted=nprocs)
             sys.exit(3)
@@ -129,7 +128,7 @@ class ProcessorStandIns:
         elif isinstance(file, str | os.PathLike):
             self._journal.write("saved_elsewhere", file=str(file))
             self._say("torch.save wrote to a temporary folder")
-            # By its whole path: many programs save step-1/model.pt and step-2/model.pt.
+            # The whole path is kept: many programs save step-1/model.pt and step-2/model.pt.
             file = self._outputs / f"saved-by-rank-{self._rank}" / Path(file).resolve().relative_to("/")
             file.parent.mkdir(parents=True, exist_ok=True)
         original(content, file, *arguments, **keywords)
@@ -142,7 +141,8 @@ class ProcessorStandIns:
         return any(place.is_relative_to(one.resolve()) for one in (self._working, self._outputs.parent.parent))
 
     def keep_linked_files(self) -> None:
-        """Large files of the working folder are links in its copy: one that is opened for writing becomes a file."""
+        """Turn a link in the copied working folder (large files are links) into a file before the program writes to
+        it."""
         working = self._working
         assert working is not None, "only a copy of the working folder has links"
 
@@ -161,7 +161,7 @@ class ProcessorStandIns:
 
 
 class _OnProcessors(TorchFunctionMode):
-    """Tensors that would go to a GPU stay on the processor."""
+    """Keeps tensors on the CPU that would go to a GPU."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()

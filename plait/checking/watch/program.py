@@ -19,7 +19,7 @@ from plait.launch.local.guard import die_with_parent
 
 
 def run_rank(request: Path) -> None:
-    """Run the program that a JSON file names, in this process, which is the rank that its environment says."""
+    """Run the program named in a JSON file in this process, as the rank that the environment gives."""
     requested = json.loads(request.read_text(encoding="utf-8"))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     die_with_parent(int(requested["parent"]))

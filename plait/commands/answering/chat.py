@@ -80,7 +80,7 @@ class _TemplateConversation:
         """
         check_utf8(text)
         if found := next((token for token in self._special if token in text), None):
-            raise PlaitError(f'a message cannot hold "{found}", which has a meaning of its own; leave it out')
+            raise PlaitError(f'a message cannot contain "{found}", which has a special meaning; leave it out')
         self.messages.append({"role": "user", "content": text})
         ids = self._encoder.encode(self._template.render(self.messages), add_special_tokens=False).ids
         how = self._how

@@ -137,7 +137,7 @@ def _rehearse(
 
 
 def facts_of_recipe(config: RunConfig, lost_hosts: int) -> DrilledPlan:
-    """What a recipe itself says of its plan; what it leaves open rules no failure out."""
+    """The recipe's own statements about its plan; values that it leaves open rule no failure out."""
     try:
         budget = parse_amount(config.train.budget)
     except PlaitError:  # "auto"

@@ -71,7 +71,7 @@ class DrillHosts:
         self._kill(host)
 
     def run_folder(self, host: int, name: str) -> Path:
-        """Where a host has its part of a run's files."""
+        """The place of a host's part of a run's files."""
         return self._folder / f"host-{host}" / "runs" / name
 
     def _join(self, host: int) -> None:

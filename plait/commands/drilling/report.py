@@ -1,4 +1,4 @@
-"""What came of a drill: each fault beside the incident that followed it, the JSON, and the lines that people read."""
+"""The outcome of a drill: each fault with the incident that followed it, as JSON and as printed lines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FaultOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrillReport:
-    """What came of a drill."""
+    """The outcome of a drill."""
 
     seed: int
     faults: Sequence[FaultOutcome]

@@ -50,7 +50,7 @@ class MeasuredText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLosses:
-    """What an evaluation came to."""
+    """The result of an evaluation."""
 
     loss_sum: float
     """In nats, over all tokens of the text."""

@@ -1,4 +1,4 @@
-"""What the workers of an evaluation are asked for, and what each of them answers."""
+"""The request to the workers of an evaluation, and the answer of each."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class EvaluationRequest:
     corpus: str
     """Folder of the prepared text to measure; empty where only choices are asked."""
     part: Literal["heldout", "train"]
-    """Which part of `corpus` is measured: all of other files is in its training part."""
+    """The part of `corpus` that is measured: other files are all in its training part."""
     micro_sequences: int
     documents: Literal["mask", "join"]
     overlong: Overlong
-    """What becomes of a chat that is longer than a window."""
+    """What happens to a chat that is longer than a window."""
     eot: int
     gpus: tuple[int, ...]
     """torch's numbers of the GPUs, one for each worker; empty: the processor."""
@@ -48,7 +48,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationAnswer:
-    """What one worker measured: a loss in nats and its number of tokens for each of its micro-batches, in order."""
+    """One worker's results: a loss in nats and the number of tokens for each of its micro-batches, in order."""
 
     text_losses: tuple[float, ...] = ()
     text_tokens: tuple[float, ...] = ()

@@ -15,13 +15,13 @@ _LARGEST = 1 << 20
 
 
 def stored_ends(folder: Path) -> tuple[int, ...]:
-    """Ids of the tokens at which transformers' generate() stops by a folder's generation_config.json; empty where it
-    has none. Raises PlaitError for a damaged file."""
+    """Ids of the tokens at which transformers' generate() stops, from a folder's generation_config.json; empty if there
+    is none. Raises PlaitError for a damaged file."""
     return end_ids(generation_config(folder))
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """generation_config.json of a folder, empty where there is none; raises PlaitError for a damaged file."""
+    """A folder's generation_config.json, empty if there is none; raises PlaitError for a damaged file."""
     file = folder / GENERATION_CONFIG
     try:
         values = parse_json(read_regular_file(file, _LARGEST))
@@ -42,6 +42,6 @@ def end_ids(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def one_or_list(ids: Iterable[int]) -> int | list[int]:
-    """Ids as config files write them: each once, and a single one without its list."""
+    """Ids in the form of config files: each once, and a single one without a list."""
     unique = list(dict.fromkeys(ids))
     return unique[0] if len(unique) == 1 else unique

@@ -40,7 +40,7 @@ class ExportedRun:
     plan: Plan
     found: FoundCheckpoint
     base: BaseModel | None
-    """What the run's adapter stands beside; None of a run that trained all weights."""
+    """The base of the run's adapter; None for a run that trained all weights."""
 
 
 def find_exported(folder: RunFolder, plan: Plan) -> ExportedRun:

@@ -38,7 +38,7 @@ class TrainedBy:
 
     @property
     def devices(self) -> RequestedDevices:
-        """What its recipe says of devices."""
+        """The devices that its recipe names."""
         return self.folder.saved_config().run.devices
 
 
@@ -52,7 +52,7 @@ class StoredModel:
     shape: ModelShape
     """Without the adapter."""
     adapter: StoredAdapter | None = None
-    """What stands beside the weights of a folder; None: nothing."""
+    """The adapter that belongs to the weights of a folder; None: none."""
 
     def resolved(self) -> StoredModel:
         """This model with absolute paths."""
@@ -99,7 +99,7 @@ def with_stored_adapter(found: FoundModel, name: str, working: WorkingFolder) ->
     not go beside these weights."""
     if found.stored.kind == "checkpoint":
         raise PlaitError(
-            f"{found.origin} is of a run that trained all weights, so that no adapter goes beside them; name the "
+            f"{found.origin} is from a run that trained all weights, so no adapter can be added to them; name the "
             'folder of a model, or a run of finetune.method = "lora"'
         )
     base = None if name == NO_ADAPTER else read_base_model(Path(found.stored.path))

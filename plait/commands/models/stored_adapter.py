@@ -16,13 +16,13 @@ from plait.run_folder import find_run
 from plait.working_folder import WorkingFolder
 
 NO_ADAPTER = "none"
-"""What is named in place of an adapter for the base alone."""
+"""Stands for the base without an adapter."""
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAdapter:
-    """Where the weights of an adapter lie."""
+    """The place of an adapter's weights."""
 
     kind: Literal["checkpoint", "peft"]
     path: str

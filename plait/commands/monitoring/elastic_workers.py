@@ -58,7 +58,7 @@ def _without_copies(layout: Layout) -> list[int]:
 
 
 _NOT_OF_A_DEVICE = ("SIGKILL", "SIGTERM", "SIGINT")
-"""What kills a worker and says nothing of its GPU."""
+"""Signals that kill a worker for reasons other than its GPU."""
 Survey = Callable[[], Machine]
 """Looks at this machine with the devices that the recipe asks for; raises PlaitError where they cannot be used."""
 
@@ -89,7 +89,7 @@ class OneMachine:
             ) from error
 
     def _gone(self, plan: Plan, failure: FailureFacts | None) -> str:
-        """What this machine had when the plan was made, and has no more; empty where all is there."""
+        """Resources that this machine had when the plan was made and has lost since; empty if there are none."""
         if self.workers.fixed_workers is not None:  # torchrun's: plait cannot start others
             return ""
         if plan.machines.device == "cpu":

@@ -106,7 +106,7 @@ def print_finished(folder: RunFolder, screen: Screen, details: Details) -> Recei
 
 
 def finished_text(folder: Path) -> str:
-    """What a run's command says that has nothing left to do."""
+    """The output of a command for a run with nothing left to do."""
     return f"{folder} is finished; a larger train.budget continues it"
 
 
@@ -184,7 +184,7 @@ def _useful_share(steps: Sequence[StepReport], wall_s: float) -> float | None:
 
 
 def device_with_price(plan: Plan) -> Device | None:
-    """What the catalogue says of a plan's GPUs; None for processors, where hosts differ, and of GPUs it has not."""
+    """The catalogue's entry for a plan's GPUs; None for CPUs, if hosts differ, and for unknown GPUs."""
     if not plan.machines.have_accelerators or _has_several_host_kinds(plan):
         return None
     return find_device_by_driver_name(plan.machines.fingerprint["name"])

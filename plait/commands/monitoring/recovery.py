@@ -148,12 +148,12 @@ class Recovery:
         return recovery_text(incident, self._plan)
 
     def numbers(self) -> Mapping[str, Any]:
-        """What the next start's workers are given about bad numbers; call it once metrics.jsonl is cut back."""
+        """The next start's instructions about bad numbers; call it once metrics.jsonl is cut back."""
         never = self._plan.job.steps if self._asked.mode == "never" else 0
         return guard_argument(self._incidents, read_metrics(self._folder.metrics)[0], never)
 
     def _incident(self, session: Session, start: Start, state: NewestState) -> Incident:
-        """What is the same in all incidents of a start that ends now; the rest is left open."""
+        """The common fields of all incidents of a start that ends now; the rest is left open."""
         times = session.step_times
         if state.step < session.saved_step:  # a checkpoint was damaged: the steps before it are lost as well
             times = {report.step: report.step_s for report in read_metrics(self._folder.metrics)[0]}
@@ -195,7 +195,7 @@ class Recovery:
 
 
 def recovery_text(incident: Incident, plan: Plan) -> str:
-    """What went wrong, and from where the run goes on by itself."""
+    """The failure, and from where the run continues by itself."""
     where = f"step-{incident.resumed_from} of {plan.job.steps}" if incident.resumed_from else "the beginning"
     where = f"step {incident.resumed_from} of {plan.job.steps}, kept in memory" if incident.from_copies else where
     lost = f"; {counted(incident.steps_lost, 'step')} done again" if incident.steps_lost else ""
@@ -243,7 +243,7 @@ def after_bad_step(
     batch_sequences: int,
     samples: Literal["endless", "as many as epochs have"],
 ) -> Followed:
-    """What follows a bad step of a run with these incidents, whose newest checkpoint is of step `resumed_from`."""
+    """The reaction to a bad step of a run with these incidents, whose newest checkpoint is of step `resumed_from`."""
     bad_step = f"step {bad.step} had {bad.what}"
     treatment = _treatment(bad, earlier, resumed_from, samples)
     if treatment == "again":

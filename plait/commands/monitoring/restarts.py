@@ -1,4 +1,4 @@
-"""Which failures of workers may pass by a new start, and how often one is made: for runs of recipes and for people's
+"""Decides which failures of workers a new start may overcome, and how often to try: for runs of recipes and for users'
 own programs."""
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ if TYPE_CHECKING:  # a program's launcher needs neither before a failure
 
 LONGEST_PAUSE_S = 5.0
 _PASSING_TEXTS = ("CUDA error", "NCCL", "nccl", "Input/output error", "Stale file handle", "Transport endpoint")
-"""What an exception of a device, a link or a network disk says: a new start may find it well again."""
+"""Error messages of devices, links and network disks that may be gone at a new start."""
 
 
 def decision_after(asked: RecoverSection, without_progress: int, cause: Literal["may pass", "stays"]) -> Decision:
-    """What follows a failure, which is number `without_progress` of those without a new checkpoint between them."""
+    """The reaction to a failure, which is number `without_progress` of those without a new checkpoint between them."""
     if asked.mode == "never" or cause == "stays":
         return "ended"
     return "gave up" if without_progress >= asked.give_up_after else "started again"
 
 
 def may_pass(facts: FailureFacts, *, did_steps: bool) -> bool:
-    """Whether a new start may go well where this one did not, by the cause; `did_steps`: it had done any."""
+    """Whether a new start may succeed where this one failed, judging by the cause; `did_steps`: whether it had done any
+    steps."""
     if facts.cause in ("host lost", "no room"):  # its devices are gone, and the layout needs them
         return False
     if facts.cause == "out of memory":  # in the first step the same happens again
@@ -43,15 +44,15 @@ def pause_s(without_progress: int) -> float:
 
 
 def true_facts(facts: FailureFacts, kills_before: int) -> FailureFacts:
-    """The facts, where the kernel says why it killed a worker of this machine; `kills_before` is what
-    `kernel_memory_kills` said when the workers were started."""
+    """The facts, corrected if the kernel says why it killed a worker of this machine; `kernel_memory_kills` returned
+    `kills_before` when the workers were started."""
     if facts.what == "SIGKILL" and facts.host is None and kernel_memory_kills() > kills_before:
         return replace(facts, cause="out of memory", what="SIGKILL by the kernel, which had no memory left")
     return facts
 
 
 def kernel_memory_kills(vmstat: Path = Path("/proc/vmstat")) -> int:
-    """How many processes the kernel has killed on this machine for want of memory; 0 where it does not say."""
+    """Number of processes that the kernel has killed on this machine for lack of memory; 0 if it does not say."""
     with suppress(OSError, ValueError):
         for line in vmstat.read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -34,7 +34,7 @@ class Start:
     resume_from: str | None = None
     from_copies: bool = False
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """What the workers are given about skipped samples and bad numbers."""
+    """The workers' instructions about skipped samples and bad numbers."""
 
     def as_argument(self) -> Mapping[str, Any]:
         """This start, as its workers are given it."""
@@ -153,7 +153,7 @@ def run_session(
 
 
 def stopping_text(signal: StopSignal) -> str:
-    """What a person reads at the moment of a stop: saving comes after the step at hand, which may take long."""
+    """The output at the moment of a stop: saving comes after the current step, which may take long."""
     again = "SIGTERM" if signal in ("SIGHUP", "SIGUSR1") else signal  # a terminal ends, a scheduler warns, only once
     repeated = f"{'again' if again == signal else again} quits without saving"
     return f"stop     {signal_in_words(signal)}: {STOP_IN_WORDS}; {repeated}"

@@ -1,6 +1,5 @@
-"""Where the next start of a run's workers goes on from, copies of their state in memory or the newest checkpoint, and
-what is recorded and printed of it.
-"""
+"""Decides from what the next start of a run's workers continues (copies of their state in memory, or the newest
+checkpoint), and records and prints the choice."""
 
 from __future__ import annotations
 
@@ -29,23 +28,23 @@ _LIST_BYTES = 1 << 23
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewestState:
-    """The step that a run stands at, and where its state is."""
+    """The newest step of a run, and where its state is."""
 
     step: int
     where: Literal["memory", "checkpoint", "nowhere"]
     checkpoint: FoundCheckpoint | None = None
-    """The one that it is in, verified."""
+    """The verified checkpoint with it."""
     was_copied: bool = False
-    """Whether that checkpoint was written just now, from copies in memory."""
+    """Whether that checkpoint has just been written from copies in memory."""
     damage: PlaitError | None = None
-    """Why there is no way on: the run has checkpoints, and none is whole."""
+    """Why the run cannot continue: it has checkpoints, and none is intact."""
 
 
 def newest_state(folder: RunFolder, workers: WorkerPool, lineage: int) -> NewestState:
-    """The newest state that all workers can go on from; call it when none is running any more.
+    """The newest state from which all workers can continue; call it when none is running any more.
 
-    Copies in memory count where they are of this lineage, and no older than the newest checkpoint that is whole; no
-    checkpoint is read where they are no older than any.
+    Copies in memory count if they belong to this lineage and are no older than the newest intact checkpoint; no
+    checkpoint is read if they are no older than any.
     """
     copied = next(iter(workers.copied_steps(lineage)), 0)
     if copied >= max(_published_step(folder), 1):
@@ -57,9 +56,9 @@ def newest_state(folder: RunFolder, workers: WorkerPool, lineage: int) -> Newest
 def saved_from_copies(
     state: NewestState, folder: RunFolder, plan: Plan, copies: CopiesByStep, generation: int, screen: Screen
 ) -> NewestState:
-    """`state`, or a checkpoint that is written from the newest `copies` that are newer and hold the whole state: where
-    a host is lost for good, or the layout changes, they cannot be gone on from as they lie. Blocks until it is saved;
-    no ranks may run."""
+    """`state`, or a checkpoint written from the newest `copies` that are newer and contain the whole state: when a host
+    is lost for good, or the layout changes, the copies themselves cannot be resumed from. Blocks until it is saved; no
+    ranks may run."""
     for step in sorted((step for step in copies if step > state.step), reverse=True):
         staging, final = staging_for(folder.checkpoints, step, generation), checkpoint_for(folder.checkpoints, step)
         try:
@@ -69,7 +68,7 @@ def saved_from_copies(
         except NoRoom as error:
             screen.print(f"warning  the state of step {step} is in memory and could not be saved: {error}")
             return state
-        except (PlaitError, ValueError, RecursionError):  # it lacks what the lost host had
+        except (PlaitError, ValueError, RecursionError):  # it lacks the lost host's part
             continue
         saved = newest_checkpoint(folder)
         return replace(saved, was_copied=saved.step == step)
@@ -77,7 +76,7 @@ def saved_from_copies(
 
 
 def _opened(copy: ReadableCopy) -> PartsCopy:
-    """A copy and its parts; raises PlaitError or ValueError where it cannot be read."""
+    """A copy and its parts; raises PlaitError or ValueError if it cannot be read."""
     size, text = copy.read("list", 0, _LIST_BYTES)
     while len(text) < size:
         _, more = copy.read("list", len(text), _LIST_BYTES)
@@ -89,7 +88,7 @@ def _opened(copy: ReadableCopy) -> PartsCopy:
 
 
 def newest_checkpoint(folder: RunFolder) -> NewestState:
-    """The newest checkpoint that is whole, as a damaged one is no way on."""
+    """The newest intact checkpoint; damaged ones are skipped."""
     try:
         found = folder.find_checkpoint()
     except OSError:  # the run's folder is gone
@@ -108,13 +107,13 @@ def _published_step(folder: RunFolder) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """What the next start goes on from: a checkpoint's name, or the lineage of copies in memory, or neither."""
+    """What the next start continues from: a checkpoint's name, the lineage of copies in memory, or neither."""
 
     steps_done: int = 0
     checkpoint: str | None = None
     lineage: int | None = None
     skipped: tuple[str, ...] = ()
-    """A sentence for each newer checkpoint that is not whole."""
+    """A sentence for each newer checkpoint that is damaged."""
 
 
 def saved_point(found: FoundCheckpoint | None) -> ResumePoint:
@@ -125,7 +124,7 @@ def saved_point(found: FoundCheckpoint | None) -> ResumePoint:
 
 
 def prepared_point(folder: RunFolder, state: NewestState, lineage: int) -> ResumePoint:
-    """Make the run's files those of the state that it goes on from."""
+    """Cut the run's files back to the state from which it continues."""
     if state.where != "memory":
         return saved_point(folder.prepare_resume(state.checkpoint))
     folder.prepare_resume_at(state.step)
@@ -133,8 +132,7 @@ def prepared_point(folder: RunFolder, state: NewestState, lineage: int) -> Resum
 
 
 def next_start(folder: RunFolder, plan: Plan, point: ResumePoint, screen: Screen, numbers: Mapping[str, Any]) -> Start:
-    """One more start of the workers, from a checkpoint, from copies in memory or from the beginning; says from
-    which."""
+    """One more start of the workers, from a checkpoint, from copies in memory or from the beginning; prints which."""
     for sentence in point.skipped:
         screen.print(f"skipped  {sentence}")
     generation = raise_generation(folder.path)
@@ -153,13 +151,14 @@ def next_start(folder: RunFolder, plan: Plan, point: ResumePoint, screen: Screen
 
 
 def require_newest_start(require_present: Callable[[], None], folder: RunFolder, start: Start) -> None:
-    """Raise RunFailed where the run's folder is gone, or another plait has begun a later start of the run in it."""
+    """Raise RunFailed if the run's folder is gone, or another plait process has begun a later start of the run in
+    it."""
     require_present()
     require_newest(folder.path, start.generation)
 
 
 def resumed_text(step: int, plan: Plan, where: Literal["checkpoint", "memory"] = "checkpoint") -> str:
-    """From which checkpoint a run goes on, or from which step's copies in memory, and how long that takes."""
+    """The printed source of a resumed run, a checkpoint or copies in memory, and the remaining time."""
     left = time_left_text(plan, step)
     kept = (
         f"step {step} of {plan.job.steps}, kept in memory" if where == "memory" else f"step-{step} of {plan.job.steps}"

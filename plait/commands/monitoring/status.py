@@ -1,4 +1,4 @@
-"""`plait status`: what a run has done, what its time went to, and which samples its steps took."""
+"""`plait status`: a run's progress, the use of its time, and the samples of its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORTH_SAYING = 0.0005
 def status(
     run: str, *, form: StatusForm = "text", detail: StatusDetail = "account", working: WorkingFolder = CURRENT_FOLDER
 ) -> Iterator[str]:
-    """The lines of a run's status, by name or folder; raises PlaitError where there is no such run, or a file of it is
+    """The lines of a run's status, by name or folder; raises PlaitError if there is no such run, or a file of it is
     damaged."""
     folder = find_run(run, working)
     account = account_of(folder)
@@ -37,7 +37,7 @@ def status(
 
 
 def status_lines(account: RunAccount) -> Iterator[str]:
-    """An account in a few lines for people."""
+    """An account in a few printed lines."""
     yield (
         f"status   {account.run}: {account.state}, step {account.step} of {account.steps}; {saved_text(account)}; "
         f"{counted(account.starts, 'start')}, {counted(len(account.incidents), 'failure')}"
@@ -55,7 +55,7 @@ def status_lines(account: RunAccount) -> Iterator[str]:
 
 
 def saved_text(account: RunAccount) -> str:
-    """Which step is saved, and how long ago that was; of a finished run, only the step."""
+    """The saved step and its age; for a finished run, only the step."""
     if account.step_saved is None or account.saved_at is None:
         return "nothing saved yet"
     age_s = (datetime.now(UTC) - account.saved_at).total_seconds()
@@ -84,8 +84,8 @@ def _samples_text(account: RunAccount) -> str:
 
 
 def _ledger_lines(folder: RunFolder, account: RunAccount) -> Iterator[str]:
-    """A table: each step with the first and last position in the run's order of data, the tokens that counted, and the
-    number of the start that took it. Samples that were skipped have lines of their own, before the step's."""
+    """A table: for each step the first and last position in the run's order of data, the tokens that counted, and the
+    number of the start that took it. Skipped samples have their own lines, before the step's."""
     plan = folder.saved_plan()
     seed, each = folder.saved_config().run.seed, f"{plan.job.batch_sequences} sequences of {plan.job.sequence}"
     yield f"# seed {seed}, text {plan.job.corpus_hash}, {each} a step"

@@ -50,7 +50,7 @@ class TrainingEnd:
 
     stopped_by: StoppedBy
     sentence: str = ""
-    """Where the run stands after a stop, and how it goes on; empty where it is finished."""
+    """The run's progress after a stop, and how to continue it; empty if it is finished."""
     receipt: Receipt | None = None
     """The receipt of a run that is finished; None also on all ranks but 0 under torchrun."""
 
@@ -137,7 +137,7 @@ def run_training(
 
 
 def _first_point(folder: RunFolder, plan: Plan, screen: Screen) -> ResumePoint:
-    """Where the run stands before this command starts anything; warns where the disk is too small for what comes."""
+    """The run's progress before this command starts anything; warns if the disk is too small for what follows."""
     found = folder.prepare_resume()
     if found:
         check_fits(found.manifest, plan)
@@ -182,7 +182,7 @@ def _renewed_plan(
 
 
 def stopped_text(saved_step: int, resumed_step: int, plan: Plan) -> str:
-    """Where the run stands after a stop: at a checkpoint, an older one than this start's, or none yet."""
+    """The run's state after a stop: at a checkpoint, an older one than this start's, or none yet."""
     if saved_step > resumed_step:
         return f"stopped after step {saved_step} of {plan.job.steps}, saved; the same command goes on from there"
     where = f"goes on from step {saved_step}" if saved_step else "starts it again"

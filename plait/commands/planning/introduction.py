@@ -21,7 +21,7 @@ from plait.run_folder import RunFolder
 from plait.units import counted, format_bytes, format_count, format_duration
 
 Details = Collection[Literal["reasons", "receipt"]]
-"""What is printed beside the short start and end: the reasons of the plan (--why), the whole receipt (--verbose)."""
+"""Additional output to the short start and end: the reasons of the plan (--why), the whole receipt (--verbose)."""
 StartOf = Literal["new plan", "known plan"]
 """Whether a run's plan was just made, or its warnings were read when it was."""
 PARTS_IN_WORDS = {
@@ -79,7 +79,7 @@ def mixture_text(shape: ModelShape) -> str:
 
 
 def running_runs_text(plan: Plan, folder: RunFolder) -> str:
-    """What other runs on this machine mean for a run that is about to start; empty where there are none."""
+    """The effect of other runs on this machine on a run that is about to start; empty if there are none."""
     own = run_on_this_machine(plan, folder.path)
     lines = sharing_lines(own, running_runs(registry_folder()), usable_cores())
     return "\n".join(f"         · {line}" for line in lines)
@@ -92,7 +92,7 @@ def reason_lines(plan: Plan) -> list[str]:
 
 
 def layout_in_words(layout: Layout) -> str:
-    """What each axis does, for someone who knows none of their names."""
+    """The effect of each axis, for someone who knows none of their names."""
     degrees = {**layout.degrees, "expert": layout.expert}
     parts = [PARTS_IN_WORDS[axis].format(degree) for axis, degree in degrees.items() if degree > 1]
     return " × ".join(parts) if parts else "one copy"
@@ -141,7 +141,7 @@ def _saved_text(plan: Plan) -> str:
 
 
 def _forecast_lines(plan: Plan) -> list[str]:
-    """What a step takes by the forecast, with its error, its memory and what earlier runs taught."""
+    """The forecast time of a step, with its error, its memory and corrections from earlier runs."""
     if plan.forecast is None:
         return []
     step_s, error = format_duration(plan.forecast.step_s), plan.forecast.error

@@ -43,7 +43,7 @@ from plait.workers import WorkerPool
 from plait.working_folder import WorkingFolder
 
 PLANNING = "planning"
-"""What a person reads while layouts are compared by their forecasts."""
+"""Shown to the user while layouts are compared by their forecasts."""
 
 
 def make_plan(
@@ -90,7 +90,7 @@ def make_plan(
 
 
 StepNeed = Literal["order", "seconds"]
-"""What step times are for: to choose among layouts, or also to turn a time budget into steps."""
+"""The purpose of step times: to choose among layouts, or also to turn a time budget into steps."""
 
 
 class LayoutTimer:
@@ -119,7 +119,7 @@ class LayoutTimer:
 
     @property
     def sentence(self) -> str:
-        """What was not measured for lack of time, as a reason of the plan; "" where all was."""
+        """What was not measured for lack of time, as a reason of the plan; empty if everything was."""
         return self._limit.sentence(self._missing)
 
     def with_arithmetic(

@@ -109,7 +109,7 @@ class PlannedRun:
     """All keys of `plait plan --json`."""
     report: PlanReport = field(compare=False)
     machines: str = field(default="", compare=False)
-    """Which machines of a pool to take and why, as text and as part of a page; empty without a pool."""
+    """The machines of a pool to take and why, as text and as part of a page; empty without a pool."""
     machines_html: str = field(default="", compare=False)
 
     @property
@@ -154,7 +154,7 @@ class PlannedRun:
         return str(self).rstrip("\n")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the main figures, the reasons, and the whole report to unfold."""
+        """The report as a notebook shows it: the main figures, the reasons, and the whole report to unfold."""
         rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self._facts())
         reasons = "".join(f"<li>{escape(line)}</li>" for line in self.why)
         whole = (

@@ -54,23 +54,23 @@ class PoolReport:
 
 
 def asked_pool(pool_file: Path | None, short_form: str | None) -> Pool | None:
-    """The pool that the user names by a file or in short form; None if neither is given."""
+    """The pool that the user gives as a file or in short form; None if neither is given."""
     if pool_file and short_form:
-        raise PlaitError("--pool and --from both name a pool; leave one of them out")
+        raise PlaitError("--pool and --from both name a pool; remove one of them")
     if pool_file:
         return read_pool(pool_file)
     return pool_of_short_form(short_form) if short_form else None
 
 
 def named_pool(named: str | Path) -> Pool:
-    """The pool that a Python program names: a file, which ends in .toml if it is named by a text, or the short form."""
+    """The pool that a Python program gives: a file (as text, it must end in .toml), or the short form."""
     if isinstance(named, Path) or named.endswith(".toml"):
         return read_pool(Path(named))
     return pool_of_short_form(named)
 
 
 def planned_pool_run(report: PoolReport) -> PlannedRun:
-    """The report as Python is given it."""
+    """The report in the form for Python."""
     return PlannedRun(
         values=pool_report_values(report),
         report=report.plan,
@@ -116,9 +116,9 @@ def pool_report(
 def _over_time(
     config: RunConfig, pool: Pool, answer: PoolAnswer, pricer: PoolPricer, availability: str
 ) -> SimulatedChoice:
-    """Simulate the run on spot machines that come and go, and compare it with the best choice on demand."""
+    """Simulate the run on spot machines that come and go, and compare it with the best on-demand choice."""
     if all(entry.spot_price is None for entry in pool.devices):
-        raise PlaitError("--availability is about spot machines; add spot_price to a [[device]] of the pool")
+        raise PlaitError("--availability is for spot machines; add spot_price to a [[device]] of the pool")
     there = _read_availability(availability, pool)
     run = simulate_spot_run(
         pool, answer.explored, pricer.price, pricer.price_bound, there, answer.aims, _checkpoint_s(config)
@@ -165,7 +165,7 @@ def _money_text(answer: PoolAnswer) -> str:
 
 
 def pool_report_text(report: PoolReport, plan_text: str, columns: int = REPORT_COLUMNS) -> str:
-    """The answer for people, followed by the text of the plan."""
+    """The answer as printed, followed by the text of the plan."""
     return answer_text(report, columns) + plan_text
 
 

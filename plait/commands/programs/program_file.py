@@ -35,12 +35,12 @@ class ProgramFile:
 
     @property
     def name(self) -> str:
-        """What a person calls it."""
+        """Its name for the user."""
         return self.module or self.path.name
 
     @property
     def join_options(self) -> str:
-        """What follows HOST:PORT on the other hosts."""
+        """The arguments after HOST:PORT on the other hosts."""
         return f" -m {self.module}" if self.module else f" --program {self.path.name}"
 
 

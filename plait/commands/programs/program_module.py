@@ -42,7 +42,7 @@ def program_module(name: str) -> ProgramFile:
 
 
 def _below(part: str, folders: Sequence[Path]) -> _Found:
-    """What has this name in one of the folders, in Python's order."""
+    """The module or package of this name in one of the folders, in Python's order."""
     for folder in folders:
         if (folder / part / "__init__.py").is_file():
             return [folder / part]
@@ -52,7 +52,7 @@ def _below(part: str, folders: Sequence[Path]) -> _Found:
 
 
 def _installed(part: str) -> _Found:
-    """What Python finds by other ways than its list of folders, such as what is installed to be edited."""
+    """The module that Python finds by other means than its path, such as an editable installation."""
     spec = find_spec(part) if part != MAIN else None
     if spec is None:
         return []

@@ -1,4 +1,4 @@
-"""After a person's program has lost a worker: whether it is started again, to go on from what it saved last."""
+"""After a user's program has lost a worker: whether to start it again, to continue from its last saved state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPlace:
-    """Where a program's newest state is: the folder that its run.save was given, and the step."""
+    """The newest state of a program: the folder that its run.save was given, and the step."""
 
     folder: str
     step: int
@@ -29,7 +29,7 @@ class SavedPlace:
 
 
 class ProgramRestarts:
-    """Follows the starts of one program, whose name and folder of logs its sentences have. `saved` is where its newest
+    """Follows the starts of one program, whose name and log folder appear in its messages. `saved` is where its newest
     state is, None before the first."""
 
     def __init__(self, name: str, logs: Path) -> None:
@@ -43,14 +43,14 @@ class ProgramRestarts:
         self._memory_kills = kernel_memory_kills()
 
     def on_message(self, message: Message) -> None:
-        """Take a worker's message; only rank 0, which is on this machine, speaks of what is saved."""
+        """Process a worker's message; only rank 0, which is on this machine, reports saved states."""
         if message.rank == 0 and message.kind in (SAVED, RESUMED):
             self.saved = SavedPlace(folder=str(message.values["folder"]), step=int(message.values["step"]))
             self._is_progress = self._is_progress or message.kind == SAVED
 
     def after(self, error: WorkersFailed) -> str:
         """Decide after a failure: wait a moment and return the line about the new start that the caller makes now, or
-        raise the error that ends the program, with what a person can do."""
+        raise the error that ends the program, with advice."""
         from plait.recipe.schema import RecoverSection  # takes a moment, which a program need not wait for
 
         facts = true_facts(error.facts, self._memory_kills)
@@ -71,11 +71,11 @@ class ProgramRestarts:
 
     def with_hosts(self, came: Sequence[str]) -> str:
         """The line about a start with hosts that came back."""
-        start = f"goes on from {self.saved}" if self.saved is not None else "starts anew"
+        start = f"goes on from {self.saved}" if self.saved is not None else "starts over"
         return f"hosts    {' and '.join(came)} came; {self._name} {start}"
 
     def _outlook(self, error: WorkersFailed, facts: FailureFacts) -> Literal["may pass", "stays"]:
-        """A program that ended itself did so on purpose; one that lost a host goes on without it."""
+        """A program that ended itself did so on purpose; one that lost a host continues without it."""
         if self.saved is None or error.stopped_by != "finished" or facts.cause == "ended":
             return "stays"
         passes = facts.cause == "host lost" or may_pass(facts, did_steps=True)  # it has saved, so it did
@@ -87,7 +87,7 @@ class ProgramRestarts:
         return f"rank {facts.rank} was killed by the kernel, which had no memory left"
 
     def _advice(self, facts: FailureFacts) -> str:
-        """What to do about it, and how the program goes on, or would have gone on by itself."""
+        """The fix, and how the program continues, or would have continued by itself."""
         return "; ".join(part for part in (self._remedy(facts), self._way_on()) if part)
 
     def _remedy(self, facts: FailureFacts) -> str:

@@ -1,4 +1,4 @@
-"""Which library multiplies a person's float32 matrices on processors: found out once, on the program's own products."""
+"""Chooses the library for the user's float32 matrix products on CPUs: once, measured on the program's own products."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _rates_of(told: Mapping[str, Any]) -> ProductRates:
         return ProductRates.from_values(told["rates"][0])
     except (ValueError, KeyError, IndexError):
         raise PlaitError(
-            "a worker told speeds of matrix products that cannot be; install the same commit of plait on all hosts"
+            "a worker reported impossible speeds of matrix products; install the same commit of plait on all hosts"
         ) from None
 
 

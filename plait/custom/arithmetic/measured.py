@@ -51,7 +51,7 @@ def measure_recorded(counts: WorkCounts, units: Units | None = None, bench: Timi
 
 
 def timed_work(counts: WorkCounts) -> list[TimedWork]:
-    """What stands for a step's products: those with the most work, with random factors, and how often each occurs."""
+    """The products that represent a step: those with the most work, with random factors, and how often each occurs."""
     numbers = torch.Generator().manual_seed(0)  # not the program's own
     wanted, found, held = ENOUGH * total_flops(counts), list[TimedWork](), 0.0
     for work, times in sorted(counts.items(), key=lambda pair: pair[0].flops * pair[1], reverse=True):
@@ -122,7 +122,7 @@ class AttentionPass:
         return attend
 
     def errors(self, units: Units) -> dict[Arithmetic, float]:
-        """Those of the forward pass; backward computes products of the same kinds."""
+        """Errors of the forward products; backward computes products of the same kinds."""
         inputs, mask = self._inputs(torch.float32), self._mask(torch.float32)
         wide = [one.detach().double() for one in inputs]
         found: dict[Arithmetic, float] = {}

@@ -1,4 +1,4 @@
-"""Which float32 matrix products a person's step computes, forward and backward: seen by torch's own dispatch."""
+"""Records the float32 matrix products of a user's step, forward and backward, through torch's dispatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MemoryOrder = Literal["rows", "columns"]
-"""Of a matrix: whether the numbers of a row lie together, or those of a column."""
+"""A matrix's memory order: by rows, or by columns."""
 AND_BACKWARD = 3.5
 """FLOPs of attention forward and backward, in those of its forward pass."""
 

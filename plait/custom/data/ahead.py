@@ -177,7 +177,7 @@ class BatchMaker:
 
 
 def unseeded(position: int) -> None:
-    """What is not random needs no seed before an example is read."""
+    """For data without randomness, which need no seed before an example is read."""
 
 
 def _make_all(makers: Iterator[MakeBatch | None], ready: queue.Queue[tuple[str, Any]], over: threading.Event) -> None:

@@ -54,7 +54,7 @@ class BatchPlace:
     shares: ShareChanges = field(default_factory=list)
 
     def plain(self) -> list[Any]:
-        """What a resume needs of it, as JSON."""
+        """The values that a resume needs, as JSON."""
         return [self.used, self.ended, [[first, list(shares)] for first, shares in self.shares]]
 
     @classmethod
@@ -78,7 +78,7 @@ class OwnBatches:
     first: Callable[[], Any] | None = None
     """Makes the whole of the first batch that a stream gave; None before."""
     first_order: PassOrder | None = None
-    """What a sampler of the person's own drew for the first pass; None before. Not drawn twice: it may be random."""
+    """The output of the user's own sampler for the first pass; None before. Not drawn twice: it may be random."""
 
     def __post_init__(self) -> None:
         # A stream may draw random numbers when it is read again from its start: Note [random data] in ahead.py.
@@ -102,7 +102,7 @@ class OwnBatches:
 
     @property
     def examples(self) -> int:
-        """Of a whole batch; 0 where that is not known before it is read."""
+        """Size of a whole batch; 0 if it is unknown before it is read."""
         return self.request.batch or self.source.batch or 0
 
     @property
@@ -125,7 +125,7 @@ class OwnBatches:
         return len(self.shares.at(0))
 
     def _makers(self, skipped: int) -> Iterator[MakeBatch | None]:
-        """What makes each batch; numbers of batches go on from pass to pass."""
+        """Makes each batch; batches are numbered on from pass to pass."""
         if isinstance(self.source, ExamplePositions):
             yield from self._by_position(self.source, skipped)
         else:
@@ -248,7 +248,7 @@ def _batch_of(request: BatchRequest, source: ExamplePositions) -> int:
 
 
 def rest_of(request: BatchRequest, source: ExamplePositions | Stream) -> RestOfPass:
-    """What becomes of the rest of a pass that fills no batch."""
+    """The treatment of the rest of a pass that does not fill a batch."""
     return source.rest if request.last == "auto" else request.last
 
 

@@ -1,4 +1,4 @@
-"""What is said of the workers' shares: each one's part of a batch, and the reason."""
+"""Messages about the workers' shares: each one's part of a batch, and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of each batch is whose: equal parts, given ones, or parts by measured speed."""
+"""Each worker's part of a batch: equal parts, given ones, or parts by measured speed."""
 
 from __future__ import annotations
 

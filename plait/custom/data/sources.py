@@ -1,4 +1,4 @@
-"""What a person gives as data, as one of two sources: examples by position, or a stream that every worker reads."""
+"""The user's data as one of two sources: examples by position, or a stream that every worker reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ReadPositions = Callable[[Sequence[int], BeforeExample], Any]
 
 
 Draw = Callable[[int], Sequence[Any]]
-"""What a sampler gives in a pass, from a seed: positions, or lists of them where it makes whole batches."""
+"""A sampler's output in a pass, given a seed: positions, or lists of them if it makes whole batches."""
 RestOfPass = Literal["drop", "keep"]
 """Whether the examples of a pass that fill no batch are left out or trained on."""
 
@@ -46,7 +46,7 @@ class ExamplePositions:
     positions in place of `order`, or whole batches of them."""
 
     size: int
-    """Of a pass, in examples; in batches where a sampler makes those."""
+    """Length of a pass in examples, or in batches if a sampler makes them."""
     read: ReadPositions
     order: Literal["shuffled", "given"] = "shuffled"
     batch: int | None = None
@@ -54,7 +54,7 @@ class ExamplePositions:
     draw: Draw | None = None
     draws: Literal["positions", "batches"] = "positions"
     processes: Processes | None = None
-    """Those that make batches, where a DataLoader has some."""
+    """The processes that make batches, if a DataLoader has some."""
     thread: Literal["may thread", "in turn"] = "may thread"
     """Whether the sampler may draw while the program computes: not from generators that a model uses, too."""
 
@@ -184,7 +184,7 @@ def processes_of(loader: DataLoader[Any]) -> Processes | None:
 
 
 def unused_processes_text(data: Any) -> str:
-    """What of a DataLoader is not used, if anything, in words."""
+    """A message about the processes of a DataLoader that are not used; empty if there are none."""
     if not isinstance(data, DataLoader) or not data.num_workers or not _not_forked(data):
         return ""
     return (
@@ -242,7 +242,7 @@ def _length(sampler: Any) -> int:
 
 
 def _drawn_from(sampler: Any) -> Draw:
-    """What a sampler gives as a function of a seed: by its `generator`, where it is one of torch's."""
+    """A sampler's output as a function of a seed, through its `generator` if it is one of torch's."""
 
     def draw(seed: int) -> Sequence[Any]:
         if _may_thread(sampler) == "in turn":

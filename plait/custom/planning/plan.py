@@ -44,17 +44,17 @@ class CustomPlan:
     chosen: int
     """Place of the chosen one among them."""
     memory_bytes: float
-    """What a worker may use."""
+    """Memory that a worker may use."""
     reasons: tuple[str, ...]
 
     @property
     def layout(self) -> CustomLayout:
-        """What to give to `plait.spread(…, layout=…)`."""
+        """The value for `plait.spread(…, layout=…)`."""
         return self.measured[self.chosen].layout
 
     @property
     def workers(self) -> int:
-        """What to give to `plait run --workers`."""
+        """The value for `plait run --workers`."""
         return self.measured[self.chosen].workers
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class CustomPlan:
         return "\n".join([*lines, *(f"why      {reason}" for reason in self.reasons)])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The plan as a notebook shows it."""
         return f"<pre>{escape(str(self))}</pre>"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from plait.errors import PlaitError
 
 RENDEZVOUS = "PLAIT_RENDEZVOUS"
-"""Where the workers meet, as in `parallel.mesh.open_store`; their numbers are in torchrun's variables."""
+"""The workers' meeting point, as in `parallel.mesh.open_store`; their numbers are in torchrun's variables."""
 PROGRAM_VARIABLE = "PLAIT_PROGRAM"
 """The path of the program file on the worker's own host: no message names a path or carries code."""
 MODULE_VARIABLE = "PLAIT_PROGRAM_MODULE"
@@ -18,7 +18,7 @@ MODULE_VARIABLE = "PLAIT_PROGRAM_MODULE"
 SAVED, RESUMED = "saved", "resumed"
 """Kinds of the messages of rank 0, whose "folder" and "step" say where a state of the program is."""
 LESS_MEMORY = 'take a smaller batch, accumulate=, layout="shard parameters" or recompute="full"'
-"""What a person can do in a program whose workers need too much memory."""
+"""Advice for a program whose workers need too much memory."""
 
 
 class Launcher:

@@ -17,7 +17,7 @@ TASKS = Path("/proc/self/task")
 GLOO_THREAD = "pt_gloo_runloop"
 INTERVALS = 4
 PAUSE_S = 0.1
-"""Where threads cannot be watched: some thousand times what freeing a message takes."""
+"""For threads that cannot be watched: about a thousand times the time that freeing a message takes."""
 LONGEST_S = 5.0
 """After that a thread is in a message that nobody answers, which frees nothing."""
 
@@ -37,7 +37,7 @@ def wait_for_gloo_threads(tasks: Path = TASKS, pause: Callable[[float], None] = 
 
 
 def _asleep(tasks: Path) -> list[tuple[str, str]] | None:
-    """Of each of gloo's threads its number, and how often it has gone to sleep; None where one is awake."""
+    """For each of gloo's threads its number, and how often it has gone to sleep; None if one is awake."""
     found = []
     for task in sorted(tasks.iterdir()):
         try:

@@ -1,4 +1,4 @@
-"""What the environment says of a worker that plait, torchrun or srun started: its place, its peers, its GPU."""
+"""Reads from the environment a worker started by plait, torchrun or srun: its place, its peers, its GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.units import counted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedWorker:
-    """What the environment says of a worker that somebody started among others."""
+    """The environment's facts about a worker that was started as one of several."""
 
     rank: int
     size: int

@@ -68,7 +68,7 @@ def save_program(
 
 
 IfMissing = Literal["error", "begin"]
-"""What a resume does where nothing is saved yet: it raises, or the run begins."""
+"""The effect of a resume if nothing is saved yet: an error, or the start of the run."""
 
 
 def resume_program(
@@ -155,7 +155,7 @@ def _check(state: Mapping[str, Any], program: Program, weights: Mapping[str, Ten
 
 
 def _whole_shapes(program: Program, optimizer: int) -> dict[str, torch.Size]:
-    """Of all weights that are updated by this optimizer's loss."""
+    """The shapes of all weights that this optimizer's loss updates."""
     return {name: _whole_shape(p) for name, p in program.trained_by(program.loss_of(optimizer)).items()}
 
 

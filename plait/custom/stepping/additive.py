@@ -31,7 +31,7 @@ MOST_COPIED = 50_000_000
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Relative differences that are rounding, by the coarsest numbers in which something was computed."""
 SMALL_SHARE = 1e-6
-"""Of the largest gradient: a weight's own below this is taken for zero."""
+"""Relative to the largest gradient: a weight's gradient below this is taken for zero."""
 
 _FIXED = "return the sum of the losses (reduction='sum') and their count"
 

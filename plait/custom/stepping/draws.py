@@ -70,7 +70,7 @@ def _mean_and_half(first: Any, rest: Sequence[Any], there: Tensor) -> Any:
 
 
 def _share(first: Any, rest: Sequence[Any], there: Tensor) -> Any:
-    """What a mask is on average, so that masks divided by it let everything through."""
+    """The mean of a mask: masks divided by it then keep everything."""
     return next((one for one in rest if isinstance(one, float | Tensor)), first if there is not first else 0.5)
 
 

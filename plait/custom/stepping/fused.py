@@ -27,7 +27,7 @@ def fuse_updates(program: Program) -> str:
 
 
 def fused_text(optimizers: Sequence[str]) -> str:
-    """What is said of these optimizers."""
+    """The message about these optimizers."""
     names = " and ".join(dict.fromkeys(optimizers))
     return f"updates by torch's fused {names}, one pass over weights and state; fused=False keeps the usual ones"
 

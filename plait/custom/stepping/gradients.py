@@ -31,7 +31,7 @@ TimedOrNot = Literal["timed", "untimed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlace:
-    """Where in a program a step is: its number, and that of the batch that this worker last took."""
+    """The position of a step in a program: its number, and that of the batch that this worker last took."""
 
     step: int
     batch: int
@@ -43,7 +43,7 @@ class StepPlace:
     terms: int | None = None
     """How many terms this loss has had so far; None before its first step."""
     loss_scale: float = 1.0
-    """What gradients are multiplied by where they begin: LossScale."""
+    """The initial factor of gradients: LossScale."""
     agree: Callable[[], None] = lambda: None
     """Called before the first sum; raises PlaitError where workers are not at the same place."""
     waited_s: Callable[[], float] = lambda: 0.0
@@ -60,7 +60,7 @@ class GlobalSums:
     reached: tuple[bool, ...]
     own_s: float
     rest: Tensor
-    """What gradients are yet to be multiplied by, to be those of the mean: 0-dim, float64."""
+    """The remaining factor that turns gradients into those of the mean: 0-dim, float64."""
     moments: tuple[float, float, float]
     """By time.perf_counter: the beginning, the end of the backward pass, and when the sums were there."""
 

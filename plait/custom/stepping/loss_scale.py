@@ -1,7 +1,7 @@
-"""The factor on losses that keeps small gradients of float16 from becoming 0: torch's GradScaler, for all workers.
+"""The factor on losses that keeps small float16 gradients from becoming 0: torch's GradScaler, for all workers.
 
-Micikevicius and others, "Mixed Precision Training", 2018, section 3.2. Gradients are global sums, so every worker comes
-to the same factor without a message of its own.
+Micikevicius et al., "Mixed Precision Training", 2018, section 3.2. Gradients are global sums, so all workers arrive at
+the same factor without communication.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from plait.trainer.loss_scale import FIRST, GROWS_AFTER, LARGEST
 
 
 class LossScale:
-    """A power of two, which halves where a gradient is not finite, and doubles after many steps where all were."""
+    """A power of two that halves when a gradient is not finite, and doubles after many finite steps in a row."""
 
     def __init__(self, first: float = FIRST) -> None:
         self.factor = first
         self._finite_steps = 0
 
     def note(self, step: str) -> None:
-        """Go on after a step whose gradients were "finite" or "skipped"."""
+        """Update the factor after a step whose gradients were "finite" or "skipped"."""
         if step == "skipped":
             self.factor, self._finite_steps = self.factor / 2, 0
             return
@@ -26,10 +26,10 @@ class LossScale:
             self.factor, self._finite_steps = min(LARGEST, self.factor * 2), 0
 
     def saved(self) -> list[float]:
-        """What a resume needs, as JSON."""
+        """The values needed to resume, as JSON."""
         return [self.factor, self._finite_steps]
 
     def resume(self, saved: list[float]) -> None:
-        """Go on as a saved run would have."""
+        """Continue from saved values."""
         if len(saved) == 2:
             self.factor, self._finite_steps = float(saved[0]), int(saved[1])

@@ -27,7 +27,7 @@ class LossSteps:
         """Of each loss of one term the last global count (0-dim, float64), by which the next step's gradients are
         divided first; of others, and before a loss's first step, it is not known."""
         self._terms: dict[int, int] = {}
-        """Of each loss that has taken a step the number of its terms."""
+        """For each loss that has taken a step, the number of its terms."""
 
     def sum(self, index: int, micros: Sequence[Any], place: StepPlace) -> GlobalSums:
         """Leave each parameter the global gradient of this loss of a batch, of which these are this worker's parts.
@@ -53,7 +53,7 @@ class LossSteps:
         return update_weights(self._program, self._strands, index, sums, rate_factor, place.step)
 
     def saved(self) -> dict[str, float]:
-        """What a resume needs, as JSON: so that the next step rounds as it would here."""
+        """The values that a resume needs, as JSON, so that the next step rounds in the same way."""
         return {str(index): float(divisor) for index, divisor in self._divisors.items()}
 
     def resume(self, saved: Mapping[str, float]) -> None:

@@ -123,7 +123,7 @@ class StepTaker:
             ) from error
 
     def progress(self) -> dict[str, Any]:
-        """What a resume needs, as JSON: so that the next step rounds as it would here."""
+        """The values that a resume needs, as JSON, so that the next step rounds in the same way."""
         return {"divisors": self._losses.saved(), "loss_scale": self.scale.saved()}
 
     def resume(self, progress: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of the last steps went on each worker: spans, and a file of them that trace viewers draw."""
+"""Each worker's use of time in the last steps: spans, and a file of them for trace viewers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.parallel.exchange import first_ones, gather_json
 
 SpanName = Literal["wait for data", "forward and backward", "wait for sums", "update"]
 SPANS_KEPT = 4000
-"""Of a worker: about a thousand steps."""
+"""Most spans per worker: about a thousand steps."""
 
 
 class SpanLog:
@@ -41,7 +41,7 @@ def write_timeline(path: Path, spans: SpanLog, workers: Workers, names: Sequence
     first one writes. Raises PlaitError on GPUs, whose work runs later than it is asked for.
     """
     if workers.device.type != "cpu":
-        raise PlaitError("run.timeline tells what processors do; on GPUs take torch.profiler")
+        raise PlaitError("run.timeline records CPUs only; on GPUs use torch.profiler")
     workers.announce("run.timeline")()
     everybody = gather_json(spans.before(time.perf_counter()), workers.sums)
 

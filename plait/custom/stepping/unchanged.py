@@ -17,7 +17,7 @@ from plait.errors import PlaitError
 EVERY_STEPS = 50
 """Steps between two looks, beside one after the first step."""
 DRIFT = 1e-4
-"""Of a weight's absolute sum: how far apart two workers' sums of it may be."""
+"""Relative to a weight's absolute sum: the allowed difference between two workers' sums."""
 
 
 class ModelWatch:
@@ -84,7 +84,7 @@ class ModelWatch:
         if bool(apart.any()):
             name = list(named)[int(apart.nonzero()[0])]
             raise PlaitError(
-                f"{name} is not the same on all workers any more: something changes it beside run.step, on one worker "
+                f"{name} is no longer the same on all workers: something other than run.step changes it, on one worker "
                 "alone or by a worker's own examples or random numbers (in the model's forward pass, too); change "
                 "weights alike on all workers, after run.step"
             )
@@ -98,8 +98,8 @@ class ModelWatch:
                 )
         if _held_counts(self._program) != self._held:
             raise PlaitError(
-                "an optimizer has got or lost parameters since plait.spread, whose gradients nobody sums; give it all "
-                "of them before plait.spread"
+                "an optimizer has gained or lost parameters since plait.spread, and their gradients are not summed; "
+                "give it all of them before plait.spread"
             )
 
 

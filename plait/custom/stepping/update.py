@@ -84,8 +84,8 @@ def refuse_other_updates(program: Program) -> list[RemovableHandle]:
     def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not _UPDATES.get():
             raise PlaitError(
-                "optimizer.step() is called beside run.step, which has updated the weights already; leave it out, and "
-                "backward() and zero_grad() with it"
+                "optimizer.step() is called in addition to run.step, which has updated the weights already; remove it, "
+                "and backward() and zero_grad() with it"
             )
 
     return [optimizer.register_step_pre_hook(refuse) for optimizer in program.optimizers]

@@ -1,4 +1,4 @@
-"""Which layout a person's modules get where they ask for "auto", what is possible at all, and the strands of it."""
+"""Chooses the layout of a user's modules for "auto", checks which are possible, and builds it."""
 
 from __future__ import annotations
 

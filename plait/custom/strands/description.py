@@ -62,11 +62,11 @@ WHOLE_WEIGHTS = (("torch", "Muon"), ("torch", "Adafactor"), ("plait", "Muon"))
 """Optimizers, by package and class, that look at a whole weight and at no other one."""
 
 UpdateUnit = Literal["numbers", "whole weights", "unknown"]
-"""What an optimizer's update is a function of: each number by itself, each weight, or plait does not know."""
+"""The inputs of an optimizer's update: each number by itself, each weight, or unknown to plait."""
 
 
 def update_unit(optimizer: object) -> UpdateUnit:
-    """What an optimizer treats alone."""
+    """The unit that an optimizer treats separately."""
     kind = type(optimizer)
     package = kind.__module__.partition(".")[0]
     if package == "torch" and kind.__name__ in ELEMENTWISE:

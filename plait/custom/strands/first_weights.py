@@ -72,6 +72,6 @@ def _check_alike(program: Program, workers: Workers) -> None:
     for rank, other in enumerate(gather_json(own, workers.sums)):
         if other != own:
             raise PlaitError(
-                f"workers {workers.rank} and {rank} have built unlike models; build the same one on all of them, "
-                "whatever their rank"
+                f"workers {workers.rank} and {rank} have built different models; build the same one on all of them, "
+                "regardless of rank"
             )

@@ -148,11 +148,11 @@ class Strands:
         self._losses[index].gradients.settle()
 
     def pieces(self, index: int) -> Sequence[HeldPiece]:
-        """What this worker's optimizer updates, to save it."""
+        """The pieces that this worker's optimizer updates, for saving."""
         return [one.piece for one in self._losses[index].updates]
 
     def pieces_of(self, number: int) -> Sequence[HeldPiece]:
-        """Those that this worker updates by the optimizer of this number."""
+        """The pieces that this worker updates with the optimizer of this number."""
         held = {id(parameter) for parameter in parameters_of(self._program.optimizers[number])}
         return [piece for piece in self.pieces(self._program.loss_of(number)) if id(piece.parameter) in held]
 

@@ -1,4 +1,4 @@
-"""Which weights of units a backward pass has reached: torch's FSDP2 sums zeros for the others of a unit."""
+"""Records which weights of units a backward pass has reached: torch's FSDP2 sums zeros for the others of a unit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 UnreachedWeights = Literal["summed as zeros", "left out"]
-"""What becomes of weights that a worker has not reached in the sum of a unit's gradients."""
+"""How weights that a worker has not reached enter the sum of a unit's gradients."""
 
 
 def sum_zeros(units: Sequence[FSDPModule]) -> UnreachedWeights:

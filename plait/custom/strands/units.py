@@ -1,4 +1,4 @@
-"""Which modules of a person's model are gathered, or computed again, as one: the members of its ModuleLists."""
+"""The modules of a user's model that are gathered, or recomputed, as one: the members of its ModuleLists."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def find_causes(proof: FailedProof, workers: Workers, rerun: Callable[[Program],
 
 
 def _loss_cause(proof: FailedProof) -> str:
-    """What a step says of losses that are no sums."""
+    """The explanation if a step shows that losses are not sums."""
     for index in range(len(proof.program.losses)) if proof.program.additive == "yes" else ():
         try:
             check_additive(proof.program, index, proof.batch, proof.cut)

@@ -1,4 +1,4 @@
-"""What a model does while it runs: what each layer puts out, whether it draws random numbers, what it changes."""
+"""Observes a running model: the outputs of each layer, random draws, and changes to its state."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LayerCall:
 
 @dataclass(slots=True, kw_only=True)
 class Observations:
-    """What was seen of a program's forward passes."""
+    """Observations of a program's forward passes."""
 
     calls: list[LayerCall] = field(default_factory=list)
     """In the order in which the layers ended."""

@@ -25,12 +25,13 @@ from plait.custom.verifying.observed import Observations, WithoutDropout, observ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a program's losses left behind, and what was seen on the way."""
+    """The results of a program's losses, and observations on the way."""
 
     sums: Tensor
     """Float64, flat: of each loss the sums of its terms, then their counts, over the whole batch."""
     gradients: Mapping[str, Tensor]
-    """Of those sums, by parameter; those that no loss reached are missing on one process and zero on several."""
+    """The gradients of those sums, by parameter; those that no loss reached are missing on one process and zero on
+    several."""
     buffers: Mapping[str, Tensor]
     seen: Observations
     narrow_losses: tuple[str, ...] = ()

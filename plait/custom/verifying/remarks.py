@@ -1,4 +1,4 @@
-"""What a person should know of their program beside its gradients: dropout, unused weights, shared memory."""
+"""Remarks on a user's program apart from its gradients: dropout, unused weights, shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONVERT_ADVICE = "model = plait.convert_batch_norm(model) computes over all work
 
 
 def first_remarks(program: Program, workers: int) -> tuple[str, ...]:
-    """What a person should know of a program before its first step: what several workers, or 16 bits, change."""
+    """Remarks on a program before its first step: the effects of several workers, or of 16 bits."""
     remarks = []
     norms = local_norms(program)
     if norms and workers > 1:
@@ -40,7 +40,7 @@ def first_remarks(program: Program, workers: int) -> tuple[str, ...]:
 
 
 def remarks_of(program: Program, alone: Outcome, *, joined: bool) -> tuple[str, ...]:
-    """What a person should know of a program whose gradients are equal, too."""
+    """Remarks on a program even if its gradients are equal."""
     remarks = []
     if alone.seen.drops:
         remarks.append("dropout was set to 0 in this proof; in runs it is drawn from (seed, step, rank)")

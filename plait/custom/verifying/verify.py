@@ -27,9 +27,9 @@ from plait.proof import FLOAT32_TOLERANCES, FLOAT64_TOLERANCES, Finding, Toleran
 
 BUFFER_TOLERANCE = 1e-9
 UPDATE_TOLERANCE = 1e-6
-"""Of the largest change of a weight: an optimizer that divides by a gradient's size enlarges its rounding."""
+"""Relative to the largest change of a weight: an optimizer that divides by a gradient's size amplifies its rounding."""
 UPDATE_GRADIENT_SHARE = 1e-9
-"""Of the largest gradient: numbers whose own is below this are not compared after an update."""
+"""Relative to the largest gradient: numbers with smaller gradients are not compared after an update."""
 
 
 def verify_program(

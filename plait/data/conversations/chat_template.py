@@ -20,7 +20,7 @@ from plait.regular_file import SMALL_FILE_BYTES, read_regular_file, read_regular
 _Messages = Sequence[Mapping[str, Any]]
 """Messages, each with its "role" ("system", "user", "assistant", "tool") and mostly its "content"."""
 FIXED_DATE = "2024-07-26"
-"""What strftime_now gives while a corpus is made: the date that Llama's templates name where they are given none."""
+"""The result of strftime_now while a corpus is made: the date in Llama's templates when none is given."""
 _EXTRA_TOKENS = ("model_specific_special_tokens", "extra_special_tokens")
 _NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -56,7 +56,7 @@ class MarkedText:
     text: str
     learned: tuple[tuple[int, int], ...]
     remarks: tuple[str, ...] = ()
-    """What a person should know of how it was made: keys of the counts in index.json."""
+    """Remarks on how it was made: keys of the counts in index.json."""
 
 
 class ChatTemplate:

@@ -19,7 +19,7 @@ Encoded = list[list[int]]
 
 
 class DefinesTokens(Protocol):
-    """What encoding examples needs of a tokenizer."""
+    """The parts of a tokenizer that encoding examples needs."""
 
     @property
     def definition(self) -> str: ...
@@ -44,7 +44,7 @@ class EncodedExample:
     """Bytes of the text that is learned."""
     is_chat: bool = False
     remarks: tuple[str, ...] = ()
-    """What a person should know of how a chat was made: as in MarkedText."""
+    """Remarks on how a chat was made: as in MarkedText."""
     straddles: bool = False
     """Whether a token holds the end of the prompt and the beginning of what is learned."""
 

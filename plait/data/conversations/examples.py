@@ -35,7 +35,7 @@ QUESTION_COLUMNS = ("question", "instruction", "prompt", "query")
 ANSWER_COLUMNS = ("answer", "response", "output", "reply")
 """The usual names, in tables and data sets, of a question and its answer: a chat of two messages."""
 _BESIDE_QUESTION = ("input", "context")
-"""What a question is about, as Alpaca's and Dolly's data sets name it."""
+"""The column for a question's context, as Alpaca's and Dolly's data sets name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class ChatMessage:
     use: Use = "learned"
     """Whether an assistant's message is learned, or only read, which does not teach the model to answer so."""
     further: Mapping[str, object] = field(default_factory=dict[str, object])
-    """What else a template may read: tool calls, reasoning, a tool's name."""
+    """Other values that a template may read: tool calls, reasoning, a tool's name."""
 
     @property
     def values(self) -> Mapping[str, object]:
@@ -77,16 +77,16 @@ class ChatExample:
     learned_from: int = 0
     """Messages before this one are only read, those of the assistant too."""
     tools: object = None
-    """What the model may call, as a list; None: nothing."""
+    """The tools that the model may call, as a list; None: none."""
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What is written in it, in order."""
+        """Its texts, in order."""
         return tuple(text for one in self.messages for text in (*reasoning_of(one.further), one.content))
 
     @property
     def question(self) -> str:
-        """What stands before the first answer: all conversations with the same one are held out, or none."""
+        """Everything before the first answer: conversations with the same one are held out together, or not at all."""
         return "\0".join(message.content for message in self.messages[: _first_answer(self.messages)])
 
 
@@ -100,7 +100,7 @@ class PromptExample:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What is written in it, in order."""
+        """Its texts, in order."""
         return self.prompt, self.completion
 
     @property
@@ -207,7 +207,7 @@ def prompt_example(record: Record) -> PromptExample:
 
 
 def column_value(record: Record, column: str, what: str, wanted: str) -> object:
-    """What stands in a column; raises PlaitError, naming the columns that there are, where it is not there."""
+    """The value in a column; raises PlaitError, naming the existing columns, if it is missing."""
     if column in record.values:
         return record.values[column]
     raise PlaitError(f'{record.place} has no column "{column}": {what} needs {wanted}', f"there are {_names(record)}")
@@ -267,5 +267,5 @@ def encodable_text(place: str, text: str) -> str:
 
 
 def kind_of_value(value: object) -> str:
-    """What a value is that should have been another, in words."""
+    """The kind of a value that should have been another, in words."""
     return "nothing" if value is None else f"of the type {type(value).__name__}"

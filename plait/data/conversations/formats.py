@@ -1,4 +1,4 @@
-"""Which kind of examples a source holds, by its columns, and how each is read."""
+"""Recognizes the kind of a source's examples by its columns, and reads each kind."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class LearnedChat:
     text: str
     learned: Spans
     remarks: tuple[str, ...] = ()
-    """What a person should know of it: "last answers", "other prompt", or "lost" and whose text is lost."""
+    """A remark on it: "last answers", "other prompt", or "lost" with the role whose text is lost."""
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class LearnedFinder:
         return [as_transformers_gives(message) for message in messages]
 
     def after_answer(self) -> str:
-        """What the template puts behind an answer; empty where it refuses a question and an answer."""
+        """The template's text after an answer; empty if it refuses a question and an answer."""
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         try:
             return self._read(messages, None).rpartition(_ANSWER)[2]

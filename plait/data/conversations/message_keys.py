@@ -1,4 +1,5 @@
-"""What a conversation holds beside roles and texts: what a template may read, and whether an answer is learned."""
+"""Values in a conversation besides roles and texts: those that a template may read, and whether an answer is
+learned."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def use_of_answer(place: str, turn: Mapping[Any, Any]) -> Use:
 
 
 def _use(place: str, key: str, value: object, numbers: tuple[int, int]) -> Use:
-    """What a value means, of which `numbers` are those for "learned" and "read"; true is 1 and false is 0."""
+    """The meaning of a value, if `numbers` stand for "learned" and "read"; true is 1 and false is 0."""
     if not isinstance(value, bool | int | float):
         if not _says_something(value):
             return "learned"

@@ -37,7 +37,7 @@ class PairExample:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """What is written in both, the prompt twice."""
+        """The texts of both, with the prompt twice."""
         return *self.chosen.texts, *self.rejected.texts
 
     @property

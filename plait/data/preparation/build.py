@@ -43,7 +43,7 @@ class DataRequest:
     holdout: float
     format: RequestedFormat = "auto"
     template_folders: tuple[Path, ...] = ()
-    """Where the chat template may be, in this order, before the tokenizer's own folder."""
+    """Places of the chat template, in this order, before the tokenizer's own folder."""
     chat_template: str = "auto"
     """A built-in template's name, or a file; "auto" takes the one in these folders."""
     bad_records: float = 0.0
@@ -236,7 +236,7 @@ def finish_corpus(
 
 
 def _source_entries(work: BuildRequest, found: Sequence[SourceCounts], held: Sequence[int]) -> list[dict[str, Any]]:
-    """What the index says of each source; `held` are the bytes of text that each holds out."""
+    """The index's entry for each source; `held` are the bytes of text that each holds out."""
     return [
         {
             "path": source.source.path,

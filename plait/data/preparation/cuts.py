@@ -1,4 +1,4 @@
-"""Where text is divided before a tokenizer reads it: long documents into pieces, and text without spaces into parts."""
+"""Splits text before a tokenizer reads it: long documents into pieces, and text without spaces into parts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def adds_text_prefix(definition: Mapping[str, Any]) -> bool:
 
 
 def prefix_cut(definition: Mapping[str, Any]) -> re.Pattern[str]:
-    """Where the tokenizer of a tokenizer.json that `adds_text_prefix` never has one token on both sides."""
+    """Positions at which the tokenizer of a tokenizer.json that `adds_text_prefix` never has one token on both
+    sides."""
     normalizer, splitter = _steps(definition.get("normalizer")), _steps(definition.get("pre_tokenizer"))
     if any(step["type"] == "ByteLevel" for step in splitter):
         return _SPACE_CUT
@@ -120,7 +121,7 @@ def _next_cut(text: str, start: int, cut: re.Pattern[str]) -> int | None:
 
 
 def _run_cuts(text: str) -> Iterator[int]:
-    """Where the runs of a text are split that are too long."""
+    """The positions at which overlong runs of a text are split."""
     for run in _RUN.finditer(text):
         start, stop = run.span()
         while stop - start > LONGEST_RUN:

@@ -37,7 +37,7 @@ _ALL = 0.99
 _MOST_FILES = 16
 """Files of records of a source that are looked into."""
 _MARKS = ("User:\n", "\n\nAssistant:\n")
-"""What plait's plain template writes before a chat's messages; other templates write about as much."""
+"""The marks before a chat's messages in plait's plain template; other templates write about as much."""
 _TESTED_EVERY = 4
 """Every fourth block is held back to measure the tokenizer trained on the others."""
 
@@ -59,7 +59,7 @@ class TextEstimate:
     """Files that cannot be learned from, as far as a sample shows it."""
 
     def __str__(self) -> str:
-        """What was looked at, as the end of a sentence."""
+        """The inspected part, as the end of a sentence."""
         size = f"{format_bytes(self.text_bytes)} in {counted(self.files, 'file', ',')}"
         if self.sampled_bytes >= _ALL * self.text_bytes:
             return f"from {size}, all of which was read"
@@ -141,7 +141,7 @@ def _encoding_faults(source: OpenSource) -> Iterator[FileFault]:
 
 
 def _counted(source: OpenSource, form: SourceFormat, sample_bytes: float) -> _Counted:
-    """What a source holds, of which about `sample_bytes` are read."""
+    """Estimates a source's contents; about `sample_bytes` of it are read."""
     texts = [file for file in source.files if file.suffix.lower() in TEXT_SUFFIXES]
     tables = [] if source.selection else [file for file in source.files if file.suffix.lower() not in TEXT_SUFFIXES]
     size, all_bytes = sum(map(_size, texts)), max(1, sum(map(_size, source.files)))

@@ -35,7 +35,7 @@ class KeptProgress:
     done_bytes: int
     writers: Mapping[HoldoutSplit, WriterState]
     counts: RecordCounts = NOTHING_COUNTED
-    """What was counted while records were written."""
+    """Counts made while records were written."""
 
 
 class ProgressKeeper:
@@ -46,7 +46,7 @@ class ProgressKeeper:
         self._kept = _read(folder)
         self._tokenizer_hash, self._kept_bytes = "", 0
         self.counts = NOTHING_COUNTED
-        """What was counted while records were written, as it was kept."""
+        """The stored counts that were made while records were written."""
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that was trained before, if this goes on."""

@@ -31,7 +31,7 @@ from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
 
 HASHES = "hashes.json"
-"""What reading files found, beside the prepared data."""
+"""The file with the findings of reading the sources; it is next to the prepared data."""
 _EXAMPLES_READ = 4
 """Raised when examples come to be read or rendered in another way, so that those prepared before are made again."""
 _HELD_OUT = 2

@@ -43,7 +43,7 @@ class Tokenizer:
     eot: int
     eot_text: str
     bos: tuple[int, ...]
-    """What it writes before a text (BOS), where that is not `eot`; empty where texts begin with `eot`."""
+    """The token before a text (BOS), if it is not `eot`; empty if texts begin with `eot`."""
     vocabulary: int
     hash: str
     cut: re.Pattern[str]
@@ -180,7 +180,7 @@ def _tokenizer(backend: tokenizers.Tokenizer, definition: str, settings: Mapping
     end = token_text(settings, "eos_token")
     eot_text = next((text for text in (END_OF_TEXT, end, *_OTHER_ENDS) if text in ids), None)
     if eot_text is None:
-        raise PlaitError(f"{name} has no end-of-text token; add eos_token to the tokenizer_config.json beside it")
+        raise PlaitError(f"{name} has no end-of-text token; add eos_token to the tokenizer_config.json next to it")
     values = json.loads(definition)
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     if eot_text != next((text for text in (END_OF_TEXT, *_OTHER_ENDS) if text in ids), None):

@@ -1,4 +1,4 @@
-"""What the loader reads samples from: windows of a stream, or windows of packed examples, by position."""
+"""Samples for the loader: windows of a stream, or windows of packed examples, by position."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ examples with both."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedShare:
-    """What packing into windows of one length comes to."""
+    """The result of packing into windows of one length."""
 
     windows: int
     share: float
@@ -50,7 +50,7 @@ class CorpusSizes:
 
     @property
     def unit(self) -> str:
-        """What is packed as one, in a word."""
+        """The unit of packing, in a word."""
         return "pair" if self.layout == "pairs" else "example"
 
     @property
@@ -70,7 +70,7 @@ class CorpusSizes:
         return self.packed(sequence, overlong).windows
 
     def packed(self, sequence: int, overlong: Overlong) -> PackedShare:
-        """What packing whole examples into windows of `sequence` tokens comes to."""
+        """The result of packing whole examples into windows of `sequence` tokens."""
         windows = used = beyond = examples = 0
         for counts in self.examples:
             length, before, number = np.array(counts, dtype=np.int64).T
@@ -96,7 +96,7 @@ class CorpusSizes:
 
 
 def overlong_sentence(number: int, longest: int, sequence: int, layout: SampleLayout = "whole") -> str:
-    """What to do about examples that do not fit."""
+    """Advice on examples that do not fit."""
     verb = "is" if number == 1 else "are"
     if layout == "pairs":
         return (

@@ -1,6 +1,6 @@
-"""adapter_config.json of PEFT: what changes a model's numbers is read, or refused by name.
+"""PEFT's adapter_config.json: keys that change a model's numbers are read, or refused by name.
 
-What a key means, and its value where it is left out, follows PEFT's own LoraConfig.
+The meaning and default of a key follow PEFT's own LoraConfig.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _OFF: Mapping[str, tuple[object, ...]] = {
     "trainable_token_indices": (None, []),
     "alora_invocation_tokens": (None,),
 }
-"""Keys that ask for something plait does not compute, with the values that do not."""
+"""Keys for options that plait does not compute, with the values that turn them off."""
 _INITIAL = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
-"""Values of init_lora_weights that leave the model's own weights alone."""
+"""Values of init_lora_weights that leave the model's own weights unchanged."""
 _KNOWN = frozenset(
     {
         "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
@@ -36,11 +36,11 @@ _KNOWN = frozenset(
         "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
     }
 )  # fmt: skip
-"""Keys that plait reads, or that change nothing beside the others: the settings of a way to begin are read with
-init_lora_weights alone, and the width of QA-LoRA's groups with use_qalora."""
+"""Keys that plait reads, or that have no effect by themselves: settings of an initialization count only with
+init_lora_weights, and the group width of QA-LoRA only with use_qalora."""
 
 _USUAL: Mapping[str, Any] = {"lora_alpha": 8, "r": None}
-"""PEFT's value where an adapter_config.json has none; a rank it must name."""
+"""PEFT's default; the rank has none and must be given."""
 MATCH_S, _MATCH_BYTES = 2, 1 << 29
 _MATCHER = f"""
 import json, re, resource, sys
@@ -54,33 +54,33 @@ except (re.error, RecursionError, OverflowError, MemoryError) as error:
     found = {{"error": str(error) or type(error).__name__}}
 json.dump(found, sys.stdout)
 """
-"""Compares each module with each key, within limits of computing time and memory."""
+"""Matches each module against the keys, within limits of CPU time and memory."""
 
 
 def check_adapter_values(file: Path, values: Mapping[str, Any]) -> None:
-    """Raise PlaitError, naming the first, for a key that makes more of an adapter than plain LoRA."""
+    """Raise PlaitError naming the first key that makes the adapter more than plain LoRA."""
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise PlaitError(f"{file} is of the kind {str(kind)[:20]}, and plait reads LORA alone; take such an adapter")
+        raise PlaitError(f"{file} is of the kind {str(kind)[:20]}; plait reads only LORA adapters")
     start = values.get("init_lora_weights")
     if start not in _INITIAL:
         raise PlaitError(
-            f"init_lora_weights in {file} is {start!r:.40}: its adapter belongs to weights that PEFT changed before it "
-            "trained; convert it to plain LoRA with PEFT's path_initial_model_for_weight_conversion, or merge it"
+            f"init_lora_weights in {file} is {start!r:.40}: this adapter belongs to weights that PEFT changed before "
+            "training; convert it to plain LoRA with PEFT's path_initial_model_for_weight_conversion, or merge it"
         )
     for key, value in values.items():
-        # PEFT gains kinds of adapters with each version, each with a key of its own.
+        # PEFT adds kinds of adapters with each version, each with its own key.
         known = value in _OFF[key] if key in _OFF else key in _KNOWN or not value
         if not known:
             raise PlaitError(
-                f"{key[:80]} in {file} is {str(value)[:40]}, which plait does not compute; take an adapter of plain "
+                f"{key[:80]} in {file} is {str(value)[:40]}, which plait does not compute; use an adapter of plain "
                 "LoRA, or merge this one into its model with PEFT"
             )
 
 
 def alphas_of(file: Path, values: Mapping[str, Any], modules: Sequence[str]) -> list[float]:
-    """The alpha of each module, named in full: that of the first key of alpha_pattern which, as a regular expression,
-    matches the end of its name from a dot on, else lora_alpha. Raises PlaitError where one is no number above 0."""
+    """The alpha of each module, given by full name: from the first key of alpha_pattern that, as a regular expression,
+    matches the end of its name from a dot on, else lora_alpha. Raises PlaitError if one is not a number above 0."""
     found = _named_values(file, values, modules, "alpha_pattern", "lora_alpha")
     for name, alpha in found:
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha > 0 and isfinite(alpha)):
@@ -89,8 +89,8 @@ def alphas_of(file: Path, values: Mapping[str, Any], modules: Sequence[str]) -> 
 
 
 def ranks_of(file: Path, values: Mapping[str, Any], modules: Sequence[str]) -> list[int]:
-    """The rank of each module, by rank_pattern and r as alphas are by theirs. Raises PlaitError where one is no whole
-    number above 0."""
+    """The rank of each module, from rank_pattern and r, as for alphas. Raises PlaitError if one is not a whole number
+    above 0."""
     found = _named_values(file, values, modules, "rank_pattern", "r")
     for name, rank in found:
         if type(rank) is not int or not 0 < rank < 2**20:
@@ -101,7 +101,7 @@ def ranks_of(file: Path, values: Mapping[str, Any], modules: Sequence[str]) -> l
 def _named_values(
     file: Path, values: Mapping[str, Any], modules: Sequence[str], pattern: str, usual: str
 ) -> list[tuple[str, Any]]:
-    """For each module the value that a pattern gives it, or else the usual one, each with the name of its key."""
+    """For each module the value from a pattern, or else the default, with the name of its key."""
     table, otherwise = values.get(pattern) or {}, values.get(usual, _USUAL[usual])
     if not isinstance(table, Mapping):
         raise PlaitError(f"{pattern} in {file} is not a table of modules and numbers; correct it")
@@ -110,10 +110,10 @@ def _named_values(
 
 
 def _first_matches(file: Path, pattern: str, keys: list[str], modules: Sequence[str]) -> list[str | None]:
-    """For each module the first of the keys that matches it as PEFT's get_pattern_key matches, or None.
+    """For each module the first key that matches it as in PEFT's get_pattern_key, or None.
 
-    The keys are a stranger's expressions, and one of nested quantifiers takes longer than the universe is old: they are
-    compared in a process of their own that the system ends after two seconds of computing.
+    The keys are a stranger's regular expressions, and nested quantifiers can take exponential time: they are matched in
+    a separate process that the system ends after two seconds of CPU time.
     """
     request = json.dumps([keys, modules])
     done = subprocess.run(
@@ -121,8 +121,8 @@ def _first_matches(file: Path, pattern: str, keys: list[str], modules: Sequence[
     )
     if done.returncode < 0:
         raise PlaitError(
-            f"{pattern} in {file} has a key that takes more than {MATCH_S} s to compare with the names of "
-            f"{len(modules)} modules; write the modules' names in place of expressions"
+            f"{pattern} in {file} has a key that takes more than {MATCH_S} s to match with the names of "
+            f"{len(modules)} modules; write module names instead of regular expressions"
         )
     answer = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr.strip()[-200:]}
     if isinstance(answer, dict):

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 in config.json, read and written: latent attention, and the experts beside it."""
+"""DeepSeek-V3 in config.json, read and written: latent attention and its experts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from plait.model.shape import ModelShape
 
 
 def latent_of_config(values: ConfigValues, rope: ConfigValues) -> LatentAttentionShape:
-    """The latent attention of a model, given what its config.json says of rotary positions; raises PlaitError for what
-    plait does not compute."""
+    """The latent attention of a model, given its rotary positions in config.json; raises PlaitError for what plait does
+    not compute."""
     require(values, "rope_interleave", (True,))
     require(values, "attention_bias", (False, None))
     if values.get("head_dim", values.get("qk_rope_head_dim")) != values.get("qk_rope_head_dim"):
         raise PlaitError(
-            f"head_dim in config.json is {values['head_dim']!r:.40}, for which transformers takes the rotary part of a "
+            f"head_dim in config.json is {values['head_dim']!r:.40}, which transformers takes for the rotary part of a "
             f"head, and qk_rope_head_dim is {values.get('qk_rope_head_dim')!r:.40}; remove head_dim"
         )
     return LatentAttentionShape(
@@ -33,8 +33,7 @@ def latent_of_config(values: ConfigValues, rope: ConfigValues) -> LatentAttentio
 
 
 def deepseek_mixture(values: ConfigValues, layers: int) -> MixtureShape | None:
-    """The experts of a model; None where all its layers are dense. Raises PlaitError for what plait does not
-    compute."""
+    """The experts of a model; None if all its layers are dense. Raises PlaitError for what plait does not compute."""
     require(values, "scoring_func", ("sigmoid", None))
     require(values, "topk_method", ("noaux_tc", None))
     require(values, "moe_layer_freq", (1, None))
@@ -61,11 +60,11 @@ def deepseek_mixture(values: ConfigValues, layers: int) -> MixtureShape | None:
 
 
 def latent_values(shape: ModelShape) -> dict[str, Any]:
-    """The keys of config.json for a shape's latent attention and its experts; empty where it has no latents."""
+    """The keys of config.json for a shape's latent attention and its experts; empty if it has no latent attention."""
     latent, mixture = shape.latent, shape.mixture
     if latent is None:
         return {}
-    # transformers takes head_dim, where it is given, for the part with positions.
+    # transformers takes head_dim, if given, to be the part with positions.
     attention = {
         "head_dim": latent.rope_width,
         "kv_lora_rank": latent.key_value_rank,

@@ -12,8 +12,9 @@ from plait.model.shape import ModelShape
 
 
 def experts(number: str, *, width: str, normalizes: str = "", sparse: str = "all") -> ConfigPart:
-    """Softmax experts: the keys of their number, of their width, and of whether a token's weights add up to 1 ("": they
-    do). `sparse` "listed": decoder_sparse_step and mlp_only_layers say which layers have them."""
+    """Softmax experts: the keys for their number, for their width, and for whether a token's weights add up to 1
+    (without a key, they do). `sparse` "listed": decoder_sparse_step and mlp_only_layers name the layers with
+    experts."""
 
     def read(values: ConfigValues) -> dict[str, Any]:
         require(values, "clip_qkv", (None,))
@@ -55,15 +56,15 @@ def experts(number: str, *, width: str, normalizes: str = "", sparse: str = "all
 
 
 def _sparse_layers(values: ConfigValues, layers: int) -> tuple[int, int, tuple[int, ...]]:
-    """(dense first layers, every how many layers one has experts, dense layers among these), from a step and a list of
-    dense layers."""
+    """(dense layers at the beginning, period of layers with experts, dense layers among these), from a step and a list
+    of dense layers."""
     step, listed = count_of(values, "decoder_sparse_step"), values.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
         raise PlaitError("mlp_only_layers in config.json is not a list of layers; correct it")
     dense = set(listed)
     sparse = [layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in dense]
     if not sparse:
-        raise PlaitError("config.json leaves no layer with experts; take the model as one of qwen3")
+        raise PlaitError("config.json leaves no layer with experts; such a model is a qwen3")
     every = sparse[1] - sparse[0] if len(sparse) > 1 else max(1, layers - sparse[0])
     first = sparse[0] - every + 1
     if first < 0 or sparse != list(range(sparse[0], layers, every)):

@@ -1,7 +1,7 @@
-"""Parts of config.json: which fields of a ModelShape some keys say, read and written together.
+"""Parts of config.json: which fields of a ModelShape some keys set, read and written together.
 
-A family is a tuple of these (families.py): what two families have in common is one part, and no reader knows a
-family's name.
+A family is a tuple of these (families.py): whatever two families share is one part, and no reader knows a family's
+name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigPart:
-    """Some keys of config.json and the fields of a ModelShape that they say. `read` raises PlaitError for a value that
-    plait does not compute; `write` may write what says another shape, where the family has no such models."""
+    """Some keys of config.json and the fields of a ModelShape that they set. `read` raises PlaitError for a value that
+    plait does not compute; `write` may write keys that describe another shape, if the family has no such models."""
 
     keys: tuple[str, ...]
     """The keys that it reads."""
@@ -29,12 +29,12 @@ class ConfigPart:
 
 
 def fixed(**fields: Any) -> ConfigPart:
-    """Fields that every model of a family has; no key says them."""
+    """Fields that are the same for every model of a family; no key sets them."""
     return ConfigPart(keys=(), read=lambda values: fields, write=lambda shape: {})
 
 
 def only(key: str, *known: object, write: bool = True) -> ConfigPart:
-    """A key with the values that plait computes, the first of which a missing key means."""
+    """A key and the values that plait computes; the first is the default."""
 
     def read(values: ConfigValues) -> Fields:
         require(values, key, known)
@@ -44,7 +44,7 @@ def only(key: str, *known: object, write: bool = True) -> ConfigPart:
 
 
 def unused(**values: Any) -> ConfigPart:
-    """Keys that are written and change nothing where they are read."""
+    """Keys that are written, and ignored when read."""
     return ConfigPart(keys=(), read=lambda config: {}, write=lambda shape: values)
 
 
@@ -67,7 +67,7 @@ def number(key: str, field: str) -> ConfigPart:
 
 
 def flag_part(key: str, field: str) -> ConfigPart:
-    """True or false; false where it is left out."""
+    """True or false; false by default."""
     return ConfigPart(
         keys=(key,),
         read=lambda values: {field: flag_of(values, key)},
@@ -90,14 +90,14 @@ def layers(key: str) -> ConfigPart:
 
 
 def divided(width: int, heads: int) -> int:
-    """The width of a head; raises PlaitError where heads do not divide the model's width."""
+    """The width of a head; raises PlaitError if the heads do not divide the model's width."""
     if width % heads:
         raise PlaitError(f"config.json has {heads} heads, which do not divide its width {width}; give head_dim")
     return width // heads
 
 
 def head_width_of(values: ConfigValues) -> int:
-    """head_dim, or the width over the number of heads where it is left open."""
+    """head_dim, or by default the width divided by the number of heads."""
     if values.get("head_dim") is not None:
         return count_of(values, "head_dim")
     return divided(count_of(values, "hidden_size"), count_of(values, "num_attention_heads"))
@@ -132,11 +132,11 @@ REST = (
     flag_part("tie_word_embeddings", "tied"),
     unused(attention_dropout=0.0),
 )
-"""What every decoder after Llama says by the same keys, before and after its head width and activation."""
+"""The keys that all decoders since Llama share, before and after head width and activation."""
 
 
 def activation(key: str, ours: Activation, *known: str) -> ConfigPart:
-    """The activation of gated feed-forward parts, and the names that it goes by."""
+    """The activation of gated feed-forward parts, and the names by which it is known."""
 
     def read(values: ConfigValues) -> Fields:
         require(values, key, known)
@@ -149,8 +149,8 @@ SILU = activation("hidden_act", "swiglu", "silu", "swish")
 
 
 def biases(*, attention: str = "", of_attention: Bias = "attention", feedforward: str = "") -> ConfigPart:
-    """The keys that give biases to attention's layers (`of_attention`) and to the feed-forward part; "": it has no such
-    key, and no biases."""
+    """The keys for biases of attention's layers (`of_attention`) and of the feed-forward part; empty for no key and no
+    biases."""
 
     def read(values: ConfigValues) -> Fields:
         has_attention = bool(attention) and flag_of(values, attention)
@@ -167,7 +167,7 @@ def biases(*, attention: str = "", of_attention: Bias = "attention", feedforward
 
 
 def query_scalar() -> ConfigPart:
-    """Gemma's query_pre_attn_scalar, by the root of which scores are divided."""
+    """Gemma's query_pre_attn_scalar: scores are divided by its root."""
 
     def read(values: ConfigValues) -> Fields:
         scalar = count_of(values, "query_pre_attn_scalar")
@@ -181,7 +181,7 @@ def query_scalar() -> ConfigPart:
 
 
 def score_multiplier(key: str) -> ConfigPart:
-    """What scores are multiplied by, in place of 1 / root of the head's width."""
+    """The factor of scores, instead of 1 / root of the head's width."""
 
     def read(values: ConfigValues) -> Fields:
         factor = number_of(values, key)
@@ -213,7 +213,7 @@ def unrotated_layers() -> ConfigPart:
         whole = isinstance(listed, list) and len(listed) >= number_of_layers
         if not whole or any(type(one) is not int or one not in (0, 1) for one in listed):
             raise PlaitError(
-                f"no_rope_layers in config.json is not a list of {number_of_layers} times 0 or 1; correct it"
+                f"no_rope_layers in config.json is not a list of {number_of_layers} zeros or ones; correct it"
             )
         return {"unrotated_layers": tuple(at for at, one in enumerate(listed[:number_of_layers]) if not one)}
 

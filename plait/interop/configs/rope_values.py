@@ -1,4 +1,4 @@
-"""Rotary positions in config.json, as transformers 4 and as transformers 5 say them, read and written."""
+"""Rotary positions in config.json, in the forms of transformers 4 and transformers 5, read and written."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from plait.model.shape import ModelShape
 
 USUAL_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 _MOVED = ("llama3", "yarn", "longrope")
-"""Types with an original_max_position_embeddings, which may stand beside their table."""
+"""Types with an original_max_position_embeddings, which may be outside their table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeRules:
-    """How a family says its rotary positions."""
+    """How a family describes its rotary positions."""
 
     theta: float = 10_000.0
-    """rope_theta where config.json has none."""
+    """rope_theta if config.json has none."""
     kinds: tuple[str, ...] = USUAL_KINDS
     renamed: Mapping[str, str] | None = None
     """Older names of a type."""
     share: float = 0.0
-    """partial_rotary_factor where config.json has none; 0: the family turns whole heads only."""
+    """partial_rotary_factor if config.json has none; 0: the family rotates whole heads only."""
     grows: bool = False
     """Whether queries grow with the position (llama_4_scaling_beta)."""
 
@@ -73,7 +73,7 @@ def rotary_by_kind(*, theta: float, window_theta: float, window_key: str = "") -
         beside = values.get("rope_theta")
         if beside is not None and windowed.get("rope_theta") is None and not window_key and beside != window_theta:
             raise PlaitError(
-                f"rope_theta in config.json is {beside!r:.40}, and transformers 5 takes {window_theta:g} for layers "
+                f"rope_theta in config.json is {beside!r:.40}, but transformers 5 uses {window_theta:g} for layers "
                 "with a window; write both into rope_parameters"
             )
         base = _one_theta(everywhere, beside, theta)
@@ -107,16 +107,18 @@ def _tables_by_kind(values: ConfigValues) -> tuple[dict[str, Any], dict[str, Any
     for key, table in inner.items():
         if key not in (FULL, SLIDING) or not isinstance(table, Mapping):
             raise PlaitError(
-                f"rope_parameters in config.json has {key!r:.40} beside full_attention and sliding_attention, and this "
-                "family has a table for each of these two; correct it"
+                f"rope_parameters in config.json has {key!r:.40} next to full_attention and sliding_attention; this "
+                "family has tables for these two only; correct it"
             )
     if older and "rope_type" not in older:
-        raise PlaitError("rope_scaling in config.json has no rope_type, without which transformers 5 drops it; add it")
+        raise PlaitError(
+            "rope_scaling in config.json has no rope_type, without which transformers 5 ignores it; add it"
+        )
     found = dict(inner.get(FULL, {}))
     for key, value in (older or {}).items():
         if key in found and found[key] != value and not (key == "rope_type" and found[key] == "default"):
             raise PlaitError(
-                f"rope_parameters and rope_scaling in config.json disagree: {key} is {found[key]!r:.40} in the one and "
+                f"rope_parameters and rope_scaling in config.json disagree: {key} is {found[key]!r:.40} in one and "
                 f"{value!r:.40} in the other; keep the one that is right"
             )
         found[key] = value
@@ -128,8 +130,8 @@ def _one_theta(table: ConfigValues, beside: object, default: float) -> float:
     thetas = {number_of({"rope_theta": one}, "rope_theta") for one in said}
     if len(thetas) > 1:
         raise PlaitError(
-            f"rope_theta in config.json is {said[0]} in its table of rotary positions and {said[1]} beside it; remove "
-            "the wrong one"
+            f"rope_theta in config.json is {said[0]} in its table of rotary positions and {said[1]} outside it; "
+            "remove the wrong one"
         )
     return thetas.pop() if thetas else default
 
@@ -138,19 +140,17 @@ def _scaling_by_kind(table: ConfigValues, values: ConfigValues) -> RopeScaling |
     named = _named({name: one for name, one in table.items() if one is not None})
     _refuse_share(named)
     if not flag_of(named, "truncate", default=True):
-        raise PlaitError(
-            "truncate in config.json is False, which transformers does not read in tables of kinds of layers"
-        )
+        raise PlaitError("truncate in config.json is False, which transformers ignores in tables by kind of layer")
     inside = {**values, "original_max_position_embeddings": None}
     return _scaling(named.get("rope_type", "default"), named, inside, USUAL_KINDS)
 
 
 def rope_of_config(values: ConfigValues, rules: RopeRules) -> tuple[float, RopeScaling | None, ConfigValues]:
-    """theta, how frequencies are stretched, and the table that says so: from `rope_parameters` (transformers 5),
+    """theta, the scaling of frequencies, and the table with it: from `rope_parameters` (transformers 5), or
     `rope_scaling` and `rope_theta` (4). Raises PlaitError for what plait does not compute, and for tables that
     disagree."""
     newer, older = (_table(values, key, rules.renamed or {}) for key in ("rope_parameters", "rope_scaling"))
-    rope = older or newer  # as in transformers, which drops rope_parameters where rope_scaling stands beside it
+    rope = older or newer  # as in transformers, which drops rope_parameters if there is a rope_scaling, too
     theta = _theta(values, rope, rules.theta)
     if older and newer:
         _refuse_unlike(values, newer, older, theta)
@@ -164,28 +164,28 @@ def _refuse_share(table: ConfigValues) -> None:
     share = table.get("partial_rotary_factor")
     if share is not None and (isinstance(share, bool) or share != 1):
         raise PlaitError(
-            f"config.json turns {share!s:.40} of each head (partial_rotary_factor); in this family plait turns whole "
-            "heads only"
+            f"config.json rotates {share!s:.40} of each head (partial_rotary_factor); in this family plait rotates "
+            "only whole heads"
         )
 
 
 def _rotary_width(values: ConfigValues, rope: ConfigValues, rules: RopeRules) -> int:
-    """Numbers of a head that are turned; 0: all."""
+    """Number of a head's elements that are rotated; 0: all."""
     said = [
         table["partial_rotary_factor"] for table in (rope, values) if table.get("partial_rotary_factor") is not None
     ]
     shares = {number_of({"partial_rotary_factor": one}, "partial_rotary_factor") for one in said}
     if len(shares) > 1:
         raise PlaitError(
-            f"partial_rotary_factor in config.json is {said[0]} in its table of rotary positions and {said[1]} beside "
-            "it; remove the wrong one"
+            f"partial_rotary_factor in config.json is {said[0]} in its table of rotary positions and {said[1]} "
+            "outside it; remove the wrong one"
         )
     share, head_width = shares.pop() if shares else rules.share, head_width_of(values)
     width = int(head_width * share)
     if width % 2 or not 0 < width <= head_width:
         raise PlaitError(
             f"partial_rotary_factor in config.json is {share:g}, which leaves {width} of a head's {head_width} numbers "
-            "to turn; plait turns an even number of them"
+            "to rotate; plait rotates an even number of them"
         )
     return 0 if width == head_width else width
 
@@ -211,63 +211,63 @@ def _growth(values: ConfigValues, rope: ConfigValues) -> Fields:
 
 
 def _table(values: ConfigValues, key: str, renamed: Mapping[str, str]) -> dict[str, Any]:
-    """One of both tables, with the name that transformers 5 gives the type; empty where config.json has none."""
+    """One of the two tables, with the type under the name of transformers 5; empty if config.json has none."""
     table = {} if values.get(key) is None else values[key]
     if not isinstance(table, Mapping):
         raise PlaitError(f"{key} in config.json is not a table of keys and values; correct it")
     if any(isinstance(value, Mapping) for value in table.values()):
         raise PlaitError(
-            "config.json has other rotary positions in each kind of layer, which plait does not compute in this family"
+            "config.json has separate rotary positions for kinds of layers, which plait does not support in this family"
         )
     named = _named({name: one for name, one in table.items() if one is not None or name == "truncate"})
     return {**named, "rope_type": renamed.get(named["rope_type"], named["rope_type"])} if table else {}
 
 
 def _named(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table with the name that transformers 5 gives the type."""
+    """A table with the type under the name of transformers 5."""
     kept = {name: one for name, one in table.items() if name not in ("type", "rope_type")}
     return {**kept, "rope_type": str(table.get("rope_type") or table.get("type") or "default")}
 
 
 def _theta(values: ConfigValues, rope: ConfigValues, default: float) -> float:
-    """rope_theta; raises PlaitError where the table has another than the file's root, which transformers 4 reads."""
+    """rope_theta; raises PlaitError if the table disagrees with the file's top level, which transformers 4 reads."""
     said = [number_of(table, "rope_theta") for table in (rope, values) if table.get("rope_theta") is not None]
     if len(set(said)) > 1:
         raise PlaitError(
-            f"rope_theta in config.json is {said[0]:g} in its table of rotary positions and {said[1]:g} beside it, and "
-            "transformers 4 and 5 do not take the same one; remove the wrong one"
+            f"rope_theta in config.json is {said[0]:g} in its table of rotary positions and {said[1]:g} outside it; "
+            "transformers 4 and 5 use different ones; remove the wrong one"
         )
     return said[0] if said else default
 
 
 def _refuse_unlike(values: ConfigValues, newer: ConfigValues, older: ConfigValues, theta: float) -> None:
-    """Raise PlaitError where a config.json has both tables and they are not one: transformers 4 and 5 would read
-    another model each."""
+    """Raise PlaitError if a config.json has both tables and they disagree: transformers 4 and 5 would read different
+    models."""
     for key in sorted({*newer, *older} - {"rope_theta"}, key=lambda one: (one != "rope_type", one)):
         if newer.get(key) != older.get(key):
             raise PlaitError(
-                f"rope_parameters and rope_scaling in config.json disagree: {key} is {newer.get(key)!r:.40} in the one "
-                f"and {older.get(key)!r:.40} in the other; keep the one that is right, with a rope_theta beside it"
+                f"rope_parameters and rope_scaling in config.json disagree: {key} is {newer.get(key)!r:.40} in one "
+                f"and {older.get(key)!r:.40} in the other; keep the right one, with a rope_theta outside it"
             )
     if newer.get("rope_theta", theta) == theta:
         return
     if older.get("rope_theta") is None and values.get("rope_theta") is None:
         raise PlaitError(
-            "rope_theta in config.json stands in rope_parameters alone, which transformers does not read where "
-            "rope_scaling stands beside it; write all into rope_parameters, and take rope_scaling out"
+            "rope_theta in config.json is only in rope_parameters, which transformers ignores if there is a "
+            "rope_scaling; write everything into rope_parameters, and remove rope_scaling"
         )
     raise PlaitError(
         f"rope_theta in config.json is {newer['rope_theta']!r:.40} in rope_parameters and {theta} beside rope_scaling; "
-        "take out the one that is wrong"
+        "remove the wrong one"
     )
 
 
 def _scaling(kind: str, rope: ConfigValues, values: ConfigValues, kinds: Sequence[str]) -> RopeScaling | None:
-    """How a table of this type stretches frequencies; None: not at all."""
+    """How a table of this type scales frequencies; None: not at all."""
     if kind not in kinds:
         raise PlaitError(
-            f"rotary positions of type {kind!r} in config.json are none that plait computes: {', '.join(kinds)}; take "
-            "a model with one of these"
+            f"rotary positions of type {kind!r} in config.json are not supported; "
+            f"use a model with one of these: {', '.join(kinds)}"
         )
     if kind == "default":
         return None
@@ -298,7 +298,7 @@ def _scaling(kind: str, rope: ConfigValues, values: ConfigValues, kinds: Sequenc
 
 
 def _original(rope: ConfigValues, values: ConfigValues) -> int:
-    """original_max_position_embeddings: beside the table, in it, or the longest sequence."""
+    """original_max_position_embeddings: outside the table, in it, or the longest sequence."""
     key = "original_max_position_embeddings"
     return count_of({key: values.get(key) or rope.get(key) or values["max_position_embeddings"]}, key)
 
@@ -310,7 +310,7 @@ def _longrope(rope: ConfigValues, values: ConfigValues) -> RopeScaling:
     if rope.get("attention_factor") is not None:
         scale = number_of(rope, "attention_factor")
     elif original == 1:
-        raise PlaitError("original_max_position_embeddings in config.json is 1, of which longrope can make nothing")
+        raise PlaitError("original_max_position_embeddings in config.json is 1, but longrope needs more than 1")
     else:
         scale = sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
     return RopeScaling(
@@ -347,7 +347,7 @@ def _written(shape: ModelShape, extra: Mapping[str, Any]) -> dict[str, Any]:
     theta = {"rope_theta": shape.rope_theta}
     older = None if shape.rope is None and "llama_4_scaling_beta" not in extra else table
     beside = {}
-    if shape.rope is not None and shape.rope.kind == "longrope":  # Phi 3's class has one of its own there
+    if shape.rope is not None and shape.rope.kind == "longrope":  # Phi 3's class has its own there
         beside["original_max_position_embeddings"] = shape.rope.original_sequence
     return {"rope_parameters": {**table, **theta}, **theta, "rope_scaling": older, **beside}
 

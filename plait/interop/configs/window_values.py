@@ -1,4 +1,4 @@
-"""Windows of attention in config.json, as the families say them."""
+"""Windows of attention in config.json, in the forms of the families."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def window_of_all() -> ConfigPart:
 
 
 def window_of_some_or_all() -> ConfigPart:
-    """Mistral's: a window for all layers, or for those that layer_types names: what transformers calls a ministral."""
+    """Mistral's: a window for all layers, or for those named in layer_types (transformers calls such a model
+    ministral)."""
     everywhere = window_of_all()
 
     def read(values: ConfigValues) -> Fields:
@@ -45,7 +46,7 @@ def window_of_some_or_all() -> ConfigPart:
 
 
 def window_by_kind(usual: Callable[[int], bool]) -> ConfigPart:
-    """A window for the layers that layer_types names, which are those that `usual` answers for where it is left out."""
+    """A window for the layers that layer_types names, by default for those for which `usual` is true."""
 
     def read(values: ConfigValues) -> Fields:
         return {"windows": _by_kind(values, [usual(layer) for layer in range(layers_of(values))])}
@@ -57,7 +58,7 @@ def window_by_kind(usual: Callable[[int], bool]) -> ConfigPart:
 
 
 def window_by_period() -> ConfigPart:
-    """Gemma 3's: a window for all layers but every sixth, or by layer_types."""
+    """Gemma 3's: a window for all layers except every sixth, or by layer_types."""
 
     def read(values: ConfigValues) -> Fields:
         every = count_of(values, "sliding_window_pattern")
@@ -107,7 +108,7 @@ def window_where_not_rotated() -> ConfigPart:
             return {"windows": ()}
         if values.get("layer_types") is None:
             raise PlaitError(
-                "config.json has use_sliding_window and no layer_types; name the layers with a window there"
+                "config.json has use_sliding_window but no layer_types; name the layers with a window there"
             )
         return {"windows": _by_kind(values)}
 
@@ -127,14 +128,14 @@ def _refuse_turned_off(kinds: object) -> None:
 
 
 def _by_kind(values: ConfigValues, usual: Sequence[bool] = ()) -> tuple[int, ...]:
-    """The window of each layer by layer_types, or by `usual` where it is left out; empty where no layer has one."""
+    """The window of each layer by layer_types, by default by `usual`; empty if no layer has one."""
     kinds = values.get("layer_types")
     if kinds is None:
         kinds = [SLIDING if one else FULL for one in usual]
     number = layers_of(values)
     if not isinstance(kinds, list) or len(kinds) != number or any(str(kind) not in (SLIDING, FULL) for kind in kinds):
         raise PlaitError(
-            f"layer_types in config.json is not a list of {number} times full_attention or "
+            f"layer_types in config.json is not a list of {number} entries, each full_attention or "
             "sliding_attention; correct it"
         )
     if SLIDING not in kinds:

@@ -46,7 +46,7 @@ class FailureCauses:
 
     @property
     def lost_host(self) -> str:
-        """What is said of the host that was lost, where that is the cause; empty where it is another."""
+        """A sentence about the host that was lost, if that is the cause; empty if it is another."""
         cause = root_cause([failure for failure, _ in self._failures]) if self._failures else None
         return cause.what if isinstance(cause, HostLost) else ""
 
@@ -73,7 +73,7 @@ def not_started_in_time(unforked: Sequence[WorkerHost], not_started: Collection[
 
 
 def unsaved_text(grace_s: float, after: str) -> str:
-    """What it means that ranks had not ended in time after they were asked to save."""
+    """The meaning of ranks not having ended in time after they were asked to save."""
     how = f"they had not saved and ended {grace_s:.3g} s after {after}"
     return f"the workers were killed because {how}; {RESUME_ADVICE}"
 
@@ -85,7 +85,7 @@ def stuck_server(site: WorkerHost) -> WorkersFailed:
 
 
 def on_host(site: WorkerHost) -> str:
-    """Where something of a site is, as part of a sentence; empty for this machine."""
+    """The host of a site, as part of a sentence; empty for this machine."""
     return f" on {site.host}" if site.host else ""
 
 

@@ -16,7 +16,7 @@ from plait.errors import PlaitError
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OWN_FILES = 256
-"""What a process has open beside that: modules, logs, ranks' wires."""
+"""Number of other files that a process may open: modules, logs, ranks' wires."""
 
 
 def require_linux() -> None:

@@ -19,7 +19,7 @@ _SLOW_SAID_AGAIN_S = 60.0
 _STILL_MOVES_S = 15.0
 """A slow link may pause that long, while it sends again what was lost, and is not given up."""
 FoundHang = tuple[RankHung | HostLost, WorkerHost]
-"""What hangs, and the host it is on."""
+"""The part that hangs, and the host it is on."""
 
 
 class HangMonitor:
@@ -52,7 +52,7 @@ class HangMonitor:
         return _hung_rank(hang, site.stack_of(hang.culprit.rank)), site
 
     def slow_text(self) -> str:
-        """What to say, once, of a network that has become slow: which host, and how slow; else ""."""
+        """A warning, once, about a network that has become slow: the host, and how slow; else empty."""
         text, self._slow_text = self._slow_text, ""
         return text
 

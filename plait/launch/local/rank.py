@@ -123,7 +123,7 @@ def _set_environment(job: Job, place: RankPlacement) -> None:
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """What OpenMP and MKL read when they are loaded."""
+    """Variables that OpenMP and MKL read when they are loaded."""
     counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     return {**counts, "OMP_DYNAMIC": "FALSE", "MKL_DYNAMIC": "FALSE"}
 

@@ -44,13 +44,13 @@ class WorkerHost(Protocol):
 
     @property
     def address(self) -> str:
-        """Where other hosts reach it; "" for this machine."""
+        """The address at which other hosts reach it; empty for this machine."""
         ...
 
     def fileno(self) -> int: ...
 
     def read(self) -> list[RankEvent]:
-        """What has happened since the last call, in order; empty when nothing has."""
+        """Events since the last call, in order; empty if there were none."""
         ...
 
     def signal(self, order: KillOrder, why: str = "") -> None:

@@ -1,6 +1,6 @@
-"""The store in which the ranks of several hosts find each other, in a process of its own on host 0.
+"""The store through which the ranks of several hosts find each other, in a separate process on host 0.
 
-torch's TCPStore prints up to sixty lines for each connection that is not a rank's. Here they end in a pipe, where they
+torch's TCPStore prints up to sixty lines for each connection that is not a rank's. Here they go to a pipe, where they
 are counted.
 """
 
@@ -59,7 +59,7 @@ class StoreOutput:
         return self._reading
 
     def read(self) -> None:
-        """Take in what there is; never blocks."""
+        """Read the available output; never blocks."""
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._reading, 1 << 16):
                 self.strangers += _marks(self._tail + part) - _marks(self._tail)

@@ -22,7 +22,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchVariables:
-    """What a launcher says of this process; None where it does not say."""
+    """The launcher's facts about this process; None where it gives none."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""What a rank knows of the memory in which its host's supervisor or agent keeps copies of the ranks' state."""
+"""A rank's view of the memory in which its host's supervisor or agent keeps copies of the ranks' state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KeptCopy:
 
 
 CopyPart = Literal["tensors", "list"]
-"""What a slot holds: the bytes of tensors as in a rank's file of a checkpoint, and the text that lists them."""
+"""The contents of a slot: the bytes of tensors as in a rank's checkpoint file, and the text that lists them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class CopyStore(Protocol):
         ...
 
     def begin(self, slot: int) -> None:
-        """What is in the slot is no copy any more."""
+        """Mark the slot's contents as not being a copy any more."""
         ...
 
     def write(self, slot: int, offset: int, data: memoryview) -> None:

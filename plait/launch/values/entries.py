@@ -1,4 +1,4 @@
-"""What ranks may be started with: a table of functions by name, which whoever starts ranks brings along."""
+"""The functions that ranks may be started with: a table by name, which the process that starts ranks provides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plait.errors import PlaitError
 from plait.launch.values.job import RankContext
 
 Entry = Callable[[RankContext, str], None]
-"""What a rank does: called with its place among its peers and the job's argument."""
+"""A rank's function: called with its place among its peers and the job's argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ class RankRaised:
     at_s: float
     type_name: SingleLine
     text: SingleLine
-    """What went wrong; of a PlaitError without its advice, where that is given apart."""
+    """The error; for a PlaitError without its advice, if that is given separately."""
     place: SingleLine
     plait_classes: tuple[str, ...]
     lost_peer: bool
@@ -220,7 +220,7 @@ class WorkersFailed(RunFailed):
 
     @property
     def summary(self) -> str:
-        """What happened, without advice: for one who need not do anything."""
+        """The event without advice, for someone who need not do anything."""
         return self.cause.removesuffix(likely_reason(self.facts))
 
 
@@ -292,7 +292,7 @@ def _death_error(death: RankDied, where: str, log: str, facts: FailureFacts) -> 
 
 
 def likely_reason(facts: FailureFacts) -> str:
-    """What most often sends the signal that killed a rank, as the end of a sentence; empty where that is not known."""
+    """The usual sender of the signal that killed a rank, as the end of a sentence; empty if unknown."""
     return f", {SIGNAL_CAUSES[facts.what]}" if facts.what in SIGNAL_CAUSES else ""
 
 
@@ -300,7 +300,7 @@ SIGNAL_CAUSES = {
     "SIGKILL": "often the kernel's out-of-memory killer",
     "SIGBUS": "often a full disk or /dev/shm, or a data file cut short while in use",
 }
-"""What sends these signals most often."""
+"""The usual senders of these signals."""
 _LESS_MEMORY = "take smaller micro-batches (layout.micro_sequences)"
 # Each ends so that the advice to run again follows.
 _SIGNAL_ADVICE = {"SIGKILL": f"if so, {_LESS_MEMORY}, else", "SIGBUS": "fix that, then"}

@@ -32,7 +32,7 @@ STOPPING = "stopping"
 StoppedBy = Literal["finished", StopSignal]
 STOP_IN_WORDS = "finishing this step and saving"
 AtStop = Literal["save", "abandon"]
-"""What the first stop signal does to a job's ranks: they save and return, or are killed at once."""
+"""The effect of the first stop signal on a job's ranks: they save and return, or are killed at once."""
 JobEnd = Literal["over", "paused"]
 """paused: its ranks ended before they were done, because the hosts of the run change; they have saved, as a job with
 `at_stop` "save" does then, and a program before."""
@@ -43,9 +43,9 @@ SIGNAL_OF_LEAVING: Mapping[LeftBy, StopSignal] = {
     "left by SIGTERM": "SIGTERM",
     "left by SIGHUP": "SIGHUP",
 }
-"""What stops a host and not the run; SIGUSR1 is a scheduler's warning, which it gives to all."""
+"""Signals that stop a host and not the run; SIGUSR1 is a scheduler's warning, which it sends to all."""
 ReleasedBy = Literal[StoppedBy, "not needed", LeftBy]
-"""What ended a joined host's part in a run: its end, that the layout leaves the host out, or that the host left."""
+"""The reason why a joined host's part in a run ended: the run's end, the layout left the host out, or the host left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class RankContext:
     channel: Callable[[str, Mapping[str, Any]], None]
     stop: Callable[[], bool]
     progress: ProgressReport = NO_REPORT
-    """Where the rank says how far it is, for whoever watches for ranks that hang."""
+    """Where the rank reports its progress, to detect ranks that hang."""
     memory: CopyStore | None = None
     """Keeps copies of its state that outlive it; None if no process holds them, as under torchrun."""
 

@@ -10,7 +10,7 @@ ProcessState = Literal["working", "waiting", "stopped", "gone"]
 
 
 class ProgressReport(Protocol):
-    """Where a rank says how far it is; a call costs about a microsecond and never blocks."""
+    """Where a rank reports its progress; a call costs about a microsecond and never blocks."""
 
     def phase(self, name: str) -> None:
         """The rank enters a phase of its work; up to 40 characters."""

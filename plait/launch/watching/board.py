@@ -23,7 +23,7 @@ _STACK_S = 1.0
 _FADING = 0.99
 _STACK_BYTES_AT_MOST = 1 << 16
 BOARD_NAME = "plait-progress"
-"""What the kernel calls a board among the open files of a rank."""
+"""The kernel's name for a board among the open files of a rank."""
 
 
 class ProgressBoard:
@@ -153,7 +153,7 @@ def stack_writer(descriptor: int) -> int:
 
 
 def process_state(pid: int) -> tuple[ProcessState, float]:
-    """What a process is doing, and the seconds of processor time that it has used; it works if any thread does."""
+    """A process's state, and the CPU seconds that it has used; it is working if any of its threads is."""
     try:
         fields = _stat_fields(Path(f"/proc/{pid}/stat"))
         states = {_stat_fields(task / "stat")[0] for task in Path(f"/proc/{pid}/task").iterdir()}

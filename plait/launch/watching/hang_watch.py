@@ -48,7 +48,7 @@ class SlowWait:
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """What is known of one rank since its last sign of life."""
+    """The facts about one rank since its last sign of life."""
 
     last: RankProgress
     since_s: float

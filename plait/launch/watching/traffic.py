@@ -24,9 +24,9 @@ _ANSWER_BYTES, _ANSWER_S = 1 << 18, 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Bytes that arrived at one process, or that the other end has confirmed, on its open connections.
+    """Bytes that arrived at one process, or that the other end has acknowledged, on its open connections.
 
-    `sends_to` is the address of the connection with most bytes waiting to be sent, "" where none waits.
+    `sends_to` is the address of the connection with the most bytes waiting to be sent, empty if none has any.
     """
 
     nbytes: int = 0
@@ -42,7 +42,7 @@ class _Connection:
 
 
 def traffic_of(pids: Collection[int]) -> Mapping[int, Traffic]:
-    """The traffic of processes of this user, without those that have no TCP connection or have ended; empty where the
+    """The traffic of this user's processes, without those that have no TCP connection or have ended; empty if the
     kernel does not say."""
     if not pids:
         return {}

@@ -1,4 +1,4 @@
-"""What a model learns beside its next token: from heads on layers in the middle, and from tokens further ahead."""
+"""Training objectives in addition to the next token: heads on layers in the middle, and tokens further ahead."""
 
 from __future__ import annotations
 
@@ -131,4 +131,4 @@ def check_objectives_in(objectives: ObjectivesShape, layers: int, sequence: int,
             f"{sequence - 1}, or a longer train.sequence"
         )
     if adapter is not None and objectives != NO_OBJECTIVES:
-        raise PlaitError("adapters beside auxiliary heads or prediction ahead are not there yet; take one of them out")
+        raise PlaitError("adapters with auxiliary heads or prediction ahead are not supported yet; remove one of them")

@@ -30,7 +30,7 @@ class WindowBand:
 
 
 Mask = Literal["causal", "none"] | WindowBand
-"""Which keys a query sees: "causal" needs as many keys as queries, "none" takes all keys."""
+"""The keys that a query sees: "causal" needs as many keys as queries, "none" takes all keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def _pairs_of_segment(length: int, window: int) -> int:
 
 
 def _borders(lengths: tuple[int, ...] | None, rows: int, sequence: int) -> list[list[int]]:
-    """Where documents begin within each row, 0 included."""
+    """The beginnings of documents within each row, including 0."""
     if lengths is None:
         return [[0] for _ in range(rows)]
     begins = [0, *accumulate(lengths)]

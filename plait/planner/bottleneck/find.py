@@ -271,7 +271,7 @@ def _of_micro_batches(plan: Plan, model: FittedModel, named: Collection[str]) ->
 
 
 def _least_change(model: FittedModel, priced: Sequence[tuple[int, PlanPrice]]) -> tuple[int, PlanPrice]:
-    """Of the prices that are about as good as the best, the first, which changes least."""
+    """Of the prices about as good as the best, the first, which changes the least."""
     best_s = min(model.step_s(price) for _, price in priced)
     return next(one for one in priced if model.step_s(one[1]) <= (1 + AS_GOOD) * best_s)
 

@@ -22,7 +22,7 @@ from typing import Literal
 from plait.units import compared_text, format_duration
 
 ForecastBasis = Literal["clock", "formulas"]
-"""What a forecast comes from: a probe's times, or the formulas and a catalogue."""
+"""The source of a forecast: a probe's times, or the formulas and a catalogue."""
 
 WITHIN_GROUP_ITEMS = ("tensor", "context", "experts", "passes")
 """Items of step_time.py that are messages within a group of ranks with the same samples."""

@@ -10,7 +10,7 @@ from plait.planner.calibration.factors import ForecastBasis, StepItems
 from plait.units import compared_text, counted, format_bytes, format_duration
 
 ForecastSource = ForecastBasis | Literal["steps"]
-"""What a forecast is based on; "steps" are real steps, timed before the run."""
+"""The basis of a forecast; "steps" are real steps, timed before the run."""
 ITEM_TEXTS: Mapping[str, str] = {
     "compute_s": "computing",
     "waiting_s": "messages",
@@ -52,7 +52,7 @@ def comparison_text(predicted: StepItems, observed: Observed) -> str:
 
 
 def deviation_text(predicted: StepItems, observed: Observed, error: float, source: ForecastSource) -> str | None:
-    """Which item explains most of a difference beyond the plan's error, and what to do; None where there is none."""
+    """The item that explains most of a difference beyond the plan's error, and what to do; None if there is none."""
     off = observed.step_s / predicted.step_s - 1
     if abs(off) <= error:
         return None

@@ -1,4 +1,4 @@
-"""Which arithmetic processors take: the library of their products and the precision of a run, from measurements."""
+"""The arithmetic on CPUs: the library for matrix products and the precision of a run, chosen by measurement."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ class ProcessorArithmetic:
     """The library of hosts that take another one, by the digest of their machine."""
     precision: Precision
     machines: tuple[ProductRates, ...]
-    """What was measured, one entry for each kind of machine, the first host's first."""
+    """Measurements, one entry per kind of machine, the first host's first."""
     reasons: tuple[str, ...]
     step_gain: float | None = None
     """How many times as fast a step is in bf16, where that was timed."""
 
     @property
     def headline(self) -> str:
-        """What is faster than torch's default arithmetic, and by how much, in one line; empty where that was kept."""
+        """Arithmetic that is faster than torch's default, and by how much, in one line; empty if the default was
+        kept."""
         if self.precision == "bf16":
             gain = self.step_gain
             return f"bf16 with float32 weights: a step is {gain:.1f} times as fast as in float32" if gain else ""

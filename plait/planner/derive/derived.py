@@ -15,4 +15,4 @@ class Derived(Generic[_T]):
     value: _T
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What a person must see before a run, whatever else is shown."""
+    """Warnings that are always shown before a run."""

@@ -1,4 +1,4 @@
-"""What the planner may use: this machine, several hosts that are probed later, or a cluster on paper."""
+"""The planner's resources: this machine, several hosts that are probed later, or a cluster on paper."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FixedWorkers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeNeed:
-    """What a probe of several hosts must know of the run."""
+    """The facts about a run that a probe of several hosts needs."""
 
     shape: ModelShape
     batch_sequences: int
@@ -56,7 +56,7 @@ did."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """What the planner may use: this machine, several hosts of which `machine` is the leader, or a cluster on paper."""
+    """The planner's resources: this machine, several hosts of which `machine` is the leader, or a cluster on paper."""
 
     machine: Machine
     peak_flops: float | None
@@ -64,14 +64,14 @@ class Resources:
     others: tuple[Machine, ...] = ()
     """The machines of the run's other hosts: what one of all cannot do, none is asked to do."""
     peak_doubt: str = ""
-    """What makes the peak doubtful, in a sentence; empty where nothing does."""
+    """A sentence on why the peak is doubtful; empty if it is not."""
     fixed_workers: FixedWorkers | None = None
     requested: RequestedWorkers = ANY_WORKERS
-    """What the recipe names of workers and threads."""
+    """Workers and threads as the recipe names them."""
     probe: Probe | None = None
     """Measures several hosts; None where there is one."""
     cluster: Cluster | None = None
-    """What the probe found, or the cluster on paper."""
+    """The probe's results, or the cluster on paper."""
     devices_used: Literal["all", "some"] = "some"
     """Whether a layout must use all devices, or may leave some out where that is allowed at all."""
     is_here: bool = True

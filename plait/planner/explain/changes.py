@@ -58,7 +58,7 @@ def tipping_sentences(found: Search) -> list[str]:
 
 
 def layout_changes(found: Search) -> list[str]:
-    """Where another kind of layout would be chosen, and which links would change nothing."""
+    """Changes with which another kind of layout would be chosen, and links that would change nothing."""
     moving = {point.what for point in tipping_points(found)}
     words: dict[LinkPlace, str] = {"between": "between the nodes", "inside": "inside a node"}
     return tipping_sentences(found) + [
@@ -116,9 +116,9 @@ def rate_unit(cluster: Cluster, link: LinkPlace) -> str:
 
 @lru_cache(maxsize=1)
 def tipping_points(found: Search) -> tuple[TippingPoint, ...]:
-    """Where another kind of layout would be chosen, the nearest change first; for a layout that nobody named.
+    """Changes with which another kind of layout would be chosen, the nearest first; if the user named no layout.
 
-    Kept for the last search: the head of a plan and its report both ask, and it takes dozens of searches.
+    Cached for the last search: the head of a plan and its report both need it, and it takes dozens of searches.
     """
     few = is_quick(found)
     points = [point for link in _links_of(found.cluster) for point in _of_link(found, link)]

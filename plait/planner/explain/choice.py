@@ -102,7 +102,7 @@ def chosen_because(found: Search) -> str:
 
 
 def objections(found: Search) -> list[str]:
-    """What stands against simpler layouts, and against more devices."""
+    """Arguments against simpler layouts, and against more devices."""
     by_kind = best_of_kinds(found)
     simpler = by_kind[found.complexity[by_kind] < found.complexity[found.chosen]][:SIMPLER_KINDS_NAMED]
     return [
@@ -156,7 +156,7 @@ def _memory_doubt(found: Search) -> str:
 
 
 def limits(found: Search) -> list[str]:
-    """What limits the speed of the chosen layout, and whether memory is short."""
+    """The bottleneck of the chosen layout's speed, and whether memory is short."""
     parts = [(what, share) for what, share in bottlenecks(time_items(found, found.chosen)) if share >= 0.05]
     lines: list[str] = ["what the step's time goes into: " + ", ".join(f"{what} {share:.0%}" for what, share in parts)]
     hidden, exposed = message_seconds(found, found.chosen)
@@ -177,7 +177,7 @@ def limits(found: Search) -> list[str]:
 
 
 def warnings_of(found: Search) -> tuple[str, ...]:
-    """What a person must know of the chosen layout before it runs."""
+    """Warnings about the chosen layout before it runs."""
     if found.bytes_per_device(found.chosen) <= found.capacity_bytes(found.chosen):
         return ()
     return ("memory is short: this layout fits only if the allocator and the driver waste nothing",)
@@ -261,7 +261,7 @@ def _counts_text(counts: Counter[str]) -> str:
 
 
 def idle_machine_lines(found: Search) -> list[str]:
-    """What a step would take on one machine of each kind alone, unless that is the layout."""
+    """The time of a step on a single machine of each kind, unless that is the layout."""
     cluster = found.left_out.cluster if found.left_out else found.cluster
     if not 1 < cluster.n_nodes <= FEW_NODES:
         return []
@@ -364,7 +364,7 @@ def _order_line(found: Search) -> str:
 
 
 def _order_verdict(found: Search, one: OrderPrice, all_forward: OrderPrice) -> str:
-    """Which of the two orders to take on this machine, and why."""
+    """The better of the two orders on this machine, and why."""
     if all_forward.bytes_per_device > found.capacity_bytes(found.chosen):
         return "more than there is, for it keeps every micro-batch of the step"
     if all_forward.step_s < one.step_s * (1 - 0.005):

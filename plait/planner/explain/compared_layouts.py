@@ -67,7 +67,7 @@ def recipe_layout_reason(found: Search) -> str:
 
 
 def recipe_layout_changes(found: Search) -> str:
-    """What other machines would change, where the recipe names a part of the layout."""
+    """The effect of other machines, if the recipe names a part of the layout."""
     if found.constraints.degrees:
         return "the layout is as the recipe says, whatever the machines"
     return "not looked for, because [layout] of the recipe settles a part of the layout"
@@ -85,7 +85,7 @@ def runners_up(found: Search, top: int | None = None) -> list[int]:
 
 
 def runners_up_lines(found: Search, top: int) -> list[str]:
-    """What the other layouts would cost and why they lost; where none is listed, why there is none."""
+    """The cost of the other layouts and why they lost; if none is listed, the reason."""
     others = runners_up(found)
     if others and not top:
         return [f"{counted(len(others), 'other kind', ',')} of layout would fit; --top N lists the fastest N of them"]

@@ -46,7 +46,7 @@ LOAD_REASONS = {
     "run measures expert_load_max",
     "nothing": "assumed, as nothing balances them; a run measures expert_load_max",
 }
-"""Where a busiest expert's load comes from, by Workload.expert_load_from."""
+"""The source of a busiest expert's load, by Workload.expert_load_from."""
 
 
 def mixture_lines(found: Search) -> list[str]:
@@ -68,7 +68,7 @@ def _is_open(whole: Search) -> bool:
 
 
 def _traffic_line(found: Search) -> str:
-    """Where a layer's experts are, and what tokens on their way to them load each link with in a step."""
+    """The placement of a layer's experts, and the load of their tokens on each link per step."""
     w, one = found.workload, found.candidates.select(np.array([found.chosen]))
     degree, choice = int(one.expert[0]), f"{w.experts_per_token} of {w.experts} experts"
     if degree == 1:

@@ -1,4 +1,4 @@
-"""What a plan says about Muon: the cost of its update on the chosen layout, and the memory that it saves."""
+"""A plan's remarks on Muon: the cost of its update on the chosen layout, and the memory that it saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WHO_COMPUTES = {
 
 
 def muon_lines(found: Search) -> list[str]:
-    """What Muon gains, and its time and memory beside AdamW's; nothing where Muon does not train."""
+    """Muon's gain, and its time and memory compared with AdamW's; nothing if Muon is not used."""
     if found.workload.orthogonalization is None:
         return []
     times = orthogonalization_time(found.cost_inputs)

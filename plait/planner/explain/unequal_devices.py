@@ -1,4 +1,4 @@
-"""What a plan says of unequal devices: who does how much of each batch, which layers stand where, and what it saves."""
+"""A plan's remarks on unequal devices: each one's share of the batch, the layers of each stage, and the savings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def unequal_lines(found: Search, index: int) -> list[str]:
 
 
 def unequal_reasons(found: Search) -> list[str]:
-    """What the chosen layout gains by unequal shares or stages, and what might gain more."""
+    """The chosen layout's gain from unequal shares or stages, and what might gain more."""
     assignment, devices = found.assignment(found.chosen), found.assigner.devices
     if assignment is None or devices.are_equal:
         return _order_words(found)
@@ -143,7 +143,7 @@ def memory_limit_lines(found: Search, index: int) -> list[str]:
 
 
 def _stages(found: Search, assignment: WorkAssignment) -> list[str]:
-    """Which layers stand where in a pipeline, and why."""
+    """The layers of each stage of a pipeline, and why."""
     devices = found.assigner.devices
     if assignment.ranks == 1 or (assignment.relative_speed == 1).all():
         return []
@@ -165,7 +165,7 @@ def _stages(found: Search, assignment: WorkAssignment) -> list[str]:
 
 
 def _equal_words(found: Search, assignment: WorkAssignment) -> list[str]:
-    """What equal shares and stages of equal cost would take."""
+    """The time with equal shares and stages of equal cost."""
     here = float(found.step_s[found.chosen])
     if assignment.is_even or found.assigner.named_shares:
         return []

@@ -52,7 +52,7 @@ class DeviceSpeeds:
 
     @property
     def smallest(self) -> str:
-        """What the smallest device is called in a sentence."""
+        """The name of the smallest device in a sentence."""
         if self.have_equal_memory:
             return "the smallest device"
         least = min(range(len(self.memory_bytes)), key=lambda at: self.memory_bytes[at])

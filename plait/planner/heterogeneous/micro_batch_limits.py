@@ -54,7 +54,7 @@ def replica_memory_of(
 def _estimator(
     workload: Workload, group: CandidateGroup, profile: SoftwareProfile, budget: MemoryBudget
 ) -> tuple[ReplicaMemoryEstimator, list[Counts]]:
-    """What estimates a group's data-parallel ranks, and which of them are equal."""
+    """The estimates for a group's data-parallel ranks, and which of them are equal."""
     assert group.assignment is not None
     assignment, capacity = group.assignment, group.assignment.memory_bytes
     equal_ranks = group_equal_columns(np.vstack([capacity, assignment.sequences_per_replica]))

@@ -60,7 +60,7 @@ class _MicroBatchTimes:
     head: Reals
     """The head and the loss, and what else stands behind the last layer."""
     waited: Reals
-    """What the rank at the slowest hop waits for messages."""
+    """Time that the rank at the slowest hop waits for messages."""
     sent: Reals
     """One message to the next stage that travels while ranks compute, on average over the pipeline's hops."""
     slowest_sent: Reals

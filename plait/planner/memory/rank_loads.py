@@ -1,7 +1,7 @@
-"""What each rank of a pipeline holds at the moments when it may hold most, counted in layers and tables.
+"""The load of each pipeline rank at the moments when its memory may peak, counted in layers and tables.
 
-The orders are those of partition/pipeline_schedule.py, of which this sums up what schedule_walk.py follows action by
-action: a search weighs every rank of a hundred thousand pipelines.
+The orders are those of partition/pipeline_schedule.py. This sums up what schedule_walk.py follows action by action: a
+search weighs every rank of a hundred thousand pipelines.
 """
 
 from __future__ import annotations

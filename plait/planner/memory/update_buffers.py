@@ -1,5 +1,5 @@
-"""What Muon's update holds beside weights, gradients and moments: pieces and results on their way, and a batch of whole
-matrices (parallel/whole_matrices.py). Activations are gone then."""
+"""Memory of Muon's update in addition to weights, gradients and moments: pieces and results in transfer, and a batch of
+whole matrices (parallel/whole_matrices.py). Activations are freed by then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from plait.planner.problem.workload import Workload
 from plait.planner.step_time.orthogonalization import layer_matrices, share_away_from_owners
 
 COPIES_OF_A_BATCH = 2
-"""A batch, and what the next iteration makes of it."""
+"""A batch, and the result of the next iteration."""
 
 
 def update_bytes(w: Workload, c: Candidates) -> Reals:
@@ -34,7 +34,7 @@ def update_bytes(w: Workload, c: Candidates) -> Reals:
 
 
 def _batch(layers: Reals, stage: Reals, matrices: tuple[int, int, float]) -> Reals:
-    """Numbers that computing with a rank's matrices of one shape takes."""
+    """Numbers held while computing with a rank's matrices of one shape."""
     small, large = sorted(matrices[:2])
     own = np.maximum(np.ceil(layers * matrices[2] / stage), 1) * small * large
     return np.minimum(own, max(BATCH_NUMBERS, small * large)) * (COPIES_OF_A_BATCH + 2 * small / large)

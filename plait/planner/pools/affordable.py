@@ -1,4 +1,4 @@
-"""From a budget of money to a model: the largest that is worth training, and its expected loss."""
+"""From a budget of money to a model: the largest worth training, and its expected loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from plait.units import format_count, format_days
 ROUNDS = 4
 """At most this many sizes are tried, each at the cost of its own layouts."""
 SPARED = 0.98
-"""Share of the affordable tokens to plan with: steps are whole, and another number of tokens has another batch."""
+"""Share of the affordable tokens to plan with: steps are whole, and the batch depends on the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class AffordableModel:
             f"{money_text(aims.max_cost, pool.currency)} on these machines{within}: the largest model worth training "
             f"is {self.size} ({format_count(self.parameters)} parameters) on {format_count(self.tokens)} tokens, "
             f"{self.tokens / self.parameters:.0f} a parameter; its loss should be {low:.2f} to {high:.2f} nats a token "
-            f"on web text (the spread of the scaling laws of {', '.join(self.losses)}; other text has another loss)"
+            f"on web text (the spread of the scaling laws of {', '.join(self.losses)}; it differs for other text)"
         )
 
 
@@ -61,7 +61,7 @@ def asks_for_model(config: RunConfig, corpus: CorpusFacts) -> bool:
 
 
 def affordable_model(config: RunConfig, corpus: CorpusFacts, pool: Pool, aims: Aims) -> AffordableModel:
-    """The model that learns most for the money within the recipe's bounds; raises PlaitError if the money is too
+    """The model that learns the most for the money within the recipe's bounds; raises PlaitError if the money is too
     little."""
     assert aims.max_cost is not None
     vocabulary = fitting_vocabulary(config.model.vocabulary, corpus.vocabulary)
@@ -85,7 +85,7 @@ def affordable_model(config: RunConfig, corpus: CorpusFacts, pool: Pool, aims: A
         amount = "less than one token" if tokens == 0 else f"{format_count(tokens)} token{'s' if tokens > 1 else ''}"
         raise PlaitError(
             f"plan.max_cost = {aims.max_cost:g} pays for training a {size} model on {amount}, too few to learn "
-            f"from ({TOKENS_PER_PARAMETER} a parameter are usual); raise it, or name a smaller model.size"
+            f"from ({TOKENS_PER_PARAMETER} per parameter are usual); raise it, or name a smaller model.size"
         )
     sized = sized.model_copy(update={"train": config.train.model_copy(update={"budget": f"{tokens} tokens"})})
     return AffordableModel(

@@ -41,7 +41,7 @@ CHOICES_SHOWN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolAnswer:
-    """What `plait plan` says of a pool."""
+    """The answer of `plait plan` for a pool."""
 
     pool: Pool
     aims: Aims
@@ -54,7 +54,7 @@ class PoolAnswer:
     notes: tuple[str, ...]
     """How the job was sized, where it differs from a plan for given machines."""
     left_out: tuple[str, ...]
-    """Why kinds of devices and zones are not used, a sentence each."""
+    """Why kinds of devices and zones are not used, one sentence each."""
 
     @property
     def best(self) -> PoolChoice:
@@ -109,7 +109,7 @@ def bounds_of(aims: Aims) -> list[str]:
 
 
 def aims_of(config: RunConfig, pool: Pool) -> Aims:
-    """What the recipe asks of a choice; raises PlaitError if that involves money and a price is unknown."""
+    """The aims and bounds in a recipe; raises PlaitError if they involve money and a price is unknown."""
     asked = config.plan
     deadline_s = parse_every(asked.deadline).value or None
     has_prices = all(entry.price is not None for entry in pool.devices)
@@ -130,8 +130,8 @@ def aims_of(config: RunConfig, pool: Pool) -> Aims:
 
 
 def pool_job(config: RunConfig, corpus: CorpusFacts, pool: Pool) -> PoolJob:
-    """The job for all choices. A budget of time does not fix an amount of work, so it becomes the tokens that all
-    devices are expected to train in that time."""
+    """The job for all choices. A time budget does not fix the amount of work, so it becomes the tokens that all devices
+    are expected to train in that time."""
     everything = Selection(pool, tuple(entry.count for entry in pool.devices))
     rate = rate_before_pricing(resources_of_selection(everything.cluster))
     sized, notes = size_job(config, corpus, rate), tuple[str, ...]()
@@ -207,8 +207,8 @@ def _needed(key: str, choice: PoolChoice) -> str:
 
 
 def shown_choices(explored: Sequence[PoolChoice], best: PoolChoice) -> list[PoolChoice]:
-    """A few of the choices that no other beats: the fastest, the cheapest, the best, and others as different from these
-    as possible; the fastest first."""
+    """A few of the choices that no other beats: the fastest, the cheapest, the best, and others that differ from these
+    as much as possible; the fastest first."""
     known = [one for one in frontier(explored) if _distance(one, best) >= LEAST_DISTANCE]
     kept = list(dict.fromkeys((*known[:1], *known[-1:])))
     rest = [one for one in known if one not in kept]

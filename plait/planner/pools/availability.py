@@ -1,7 +1,7 @@
 """A run on spot machines that come and go: simulated change by change, with a new selection at each.
 
-An availability file is CSV with the columns minute, zone, device and count: from that minute on a zone has that many of
-a device. Each entry of the pool begins at minute 0. Where the run takes longer than the file, the file repeats.
+An availability file is CSV with the columns minute, zone, device and count: from that minute on, the zone has that many
+of the device. Each entry of the pool starts at minute 0. If the run takes longer than the file, the file repeats.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedChoice:
-    """A simulated run, and the best choice on demand beside it."""
+    """A simulated run, and the best on-demand choice to compare it with."""
 
     run: SimulatedRun
     beside: PoolChoice | None
-    """None where no selection has a price on demand."""
+    """None if no selection has an on-demand price."""
     availability: Availability
     currency: str
 

@@ -1,4 +1,4 @@
-"""One way to take devices from a pool for a whole run: its time, its money, and whether it meets what was asked."""
+"""One way to take devices from a pool for a whole run: its time, its cost, and whether it meets the aims."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMoney:
-    """What a run costs, in the pool's currency."""
+    """The cost of a run, in the pool's currency."""
 
     devices: float
     """The price of the devices' time, without interruptions."""
@@ -73,9 +73,9 @@ class PoolChoice:
     work: Work
     step_s: float
     wall_s: float
-    """Of the whole run, with the time that interruptions of spot machines add."""
+    """For the whole run, including the time that interruptions of spot machines add."""
     money: RunMoney | None
-    """None where a device has no price."""
+    """None if a device has no price."""
     layout: str
     """The layout in words."""
     precision: str
@@ -132,7 +132,7 @@ def choices_of(
     found = list[PoolChoice]()
     for purchase in purchases:
         lost = selection.spot_nodes_per_day * INTERRUPTION_LOSS_S / DAY_S if purchase == "spot" else 0.0
-        if lost >= 1:  # taken back before it has caught up
+        if lost >= 1:  # the machine is taken back before the run has caught up
             continue
         longer = 1 / (1 - lost)
         prices = [
@@ -172,7 +172,7 @@ def check_prices(pool: Pool, aims: Aims) -> None:
         names = " and ".join(lacking)
         raise PlaitError(
             f"{what} needs prices in {pool.currency}, and neither the pool nor the catalogue has one for {names}; add "
-            f"price, for one device and hour, to each of its [[device]], or write "
+            f"price, per device and hour, to each of its [[device]], or write "
             f'plan.objective = "fastest" without plan.max_cost'
         )
 

@@ -23,9 +23,9 @@ def bytes_between_zones(
 ) -> dict[ZonePair, float]:
     """Bytes of one step of a layout that leave each zone for each other one.
 
-    `zone_of_nodes` are the zones of the search's nodes as they were given. Gradients and sharded parameters travel
-    around rings of ranks, so what leaves a zone is what crosses its end of the ring; stages send each other the
-    activations of all tokens, and their gradients. Replicas are taken to have equal shares.
+    `zone_of_nodes` lists the zones of the search's nodes, in their given order. Gradients and sharded parameters travel
+    around rings of ranks, so a zone sends what crosses its end of the ring; stages send each other the activations of
+    all tokens, and their gradients. Replicas are assumed to have equal shares.
     """
     if len(set(zone_of_nodes)) == 1:
         return {}
@@ -107,5 +107,5 @@ def _stream_bytes(workload: Workload, number_bytes: float) -> float:
 
 
 def egress_cost(sent: Mapping[ZonePair, float], prices: Mapping[frozenset[str], float]) -> float:
-    """The price of what one step sends, in a pool's currency."""
+    """The price of the traffic of one step, in a pool's currency."""
     return sum(amount / 1e9 * prices[frozenset(pair)] for pair, amount in sent.items())

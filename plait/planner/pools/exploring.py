@@ -1,9 +1,9 @@
-"""Which selections of a pool to price: there are thousands for a small pool, and too many to count for a large one.
+"""Which selections of a pool to price: a small pool has thousands, and a large one too many to count.
 
-Note [exploring a pool]: single kinds in one zone, then in one zone more, are priced first, at numbers of devices that
-double; then the kinds together. From the best of each group of kinds the search goes on to neighbours, one entry of
-the pool at a time, as long as one is better. A selection is not priced where it could not become the best even if its
-devices did nothing but their largest products. Small pools are priced whole.
+Note [exploring a pool]: single kinds in one zone, then in one more zone at a time, are priced first, with doubling
+numbers of devices; then kinds together. From the best of each group of kinds the search moves to neighbours, one entry
+of the pool at a time, as long as it improves. A selection is not priced if it could not become the best even if its
+devices did nothing but their largest products. Small pools are priced completely.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ KINDS_TOGETHER = 4
 
 
 def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims: Aims) -> list[PoolChoice]:
-    """Priced choices of a pool, including the best for these aims; raises PlaitError if no selection holds the job.
+    """Priced choices of a pool, including the best for these aims; raises PlaitError if no selection can hold the job.
 
-    `price_bound` prices a selection better than any layout can be, without a search.
+    `price_bound` gives, without a search, a better price than any layout can have.
     """
     explored = _Explored(price, price_bound, aims)
     if prod(len(entry.sizes) + 1 for entry in pool.devices) - 1 <= PRICED_WHOLE:
@@ -45,7 +45,7 @@ def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims
             chains = _zone_chains(pool, kinds)
             for chain in chains:
                 for counts in _seeds(pool, kinds, chain):
-                    if len(kinds) == 1 and chain is chains[0]:  # whatever the aims: the table shows them
+                    if len(kinds) == 1 and chain is chains[0]:  # for any aims: the table shows them
                         explored.add(counts)
                     else:
                         explored.add_if_promising(counts)
@@ -54,7 +54,7 @@ def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims
     choices = explored.choices
     if not choices:
         raise PlaitError(
-            f"no selection of {pool.name} holds this job; plait plan RECIPE --cluster with its largest devices says "
+            f"no selection of {pool.name} can hold this job; plait plan RECIPE --cluster with its largest devices says "
             "what is missing"
         )
     return choices
@@ -112,8 +112,8 @@ def _kind_groups(pool: Pool) -> list[tuple[str, ...]]:
 
 
 def _zone_chains(pool: Pool, kinds: Sequence[str]) -> list[list[str]]:
-    """The zones that have these kinds, in several orders: each begins with another zone, and goes on to the zone
-    with the fastest link to those before."""
+    """The zones that have these kinds, in several orders: each starts with a different zone, and continues with the
+    zone that has the fastest link to those before."""
     zones = list(dict.fromkeys(entry.zone for entry in pool.devices if entry.device.name in kinds))
     chains = list[list[str]]()
     for first in zones:
@@ -132,8 +132,8 @@ def _slowest_rate(pool: Pool, chain: Sequence[str], zone: str) -> tuple[float, f
 
 
 def _seeds(pool: Pool, kinds: tuple[str, ...], chain: Sequence[str]) -> Iterator[DeviceCounts]:
-    """Selections of these kinds to begin with: of one kind, numbers of devices that double, zone after zone; of
-    several kinds, all their devices in one zone, then in two, and so on."""
+    """Selections of these kinds to start with: for one kind, doubling numbers of devices, zone after zone; for several
+    kinds, all their devices in one zone, then in two, and so on."""
     if len(kinds) == 1:
         sizes = _doubling_sizes(pool, kinds[0], chain)
         yield from (_filled(pool, kinds[0], size, chain) for size in sizes)
@@ -165,7 +165,7 @@ def _filled(pool: Pool, kind: str, devices: int, chain: Sequence[str]) -> Device
 
 
 def _climb(pool: Pool, explored: _Explored, start: DeviceCounts) -> None:
-    """Go from a selection to its best neighbour while that is better."""
+    """Move from a selection to its best neighbour as long as that is better."""
     here, key = start, explored.rank(start)
     while True:
         tried = {counts: explored.add_if_promising(counts) for counts in _neighbours(pool, here)}
@@ -177,7 +177,7 @@ def _climb(pool: Pool, explored: _Explored, start: DeviceCounts) -> None:
 
 def _neighbours(pool: Pool, counts: DeviceCounts) -> list[DeviceCounts]:
     """Selections with one entry changed: by a size, to half, to twice, to none or to all; or moved to another entry. In
-    pools of few entries, also with two of them changed: under a bound one has to give way to another."""
+    pools with few entries, also with two of them changed, since under a bound one may have to give way to the other."""
     found = _with_one_changed(pool, counts)
     if len(pool.devices) <= MOST_ENTRIES_PAIRED:
         found += [other for one in found for other in _with_one_changed(pool, one)]

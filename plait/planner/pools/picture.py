@@ -30,7 +30,7 @@ MOST_DOTS = 400
 
 
 def picture_of_choices(answer: PoolAnswer) -> Picture:
-    """Every priced choice by its time and cost; without prices, by its time and number of devices."""
+    """Every priced choice by time and cost; without prices, by time and number of devices."""
     caption = (
         "Each dot is a selection of the pool's machines with its best layout; the line joins those that no other beats "
         f"in both. {answer.sentence}."

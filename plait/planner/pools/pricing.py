@@ -22,7 +22,8 @@ from plait.recipe.schema import RunConfig
 
 
 def resources_of_selection(cluster: Cluster) -> Resources:
-    """A selection's devices on paper; a layout must use all of them, since fewer devices are another selection."""
+    """A selection's devices as resources on paper; a layout must use all of them, since fewer devices are a different
+    selection."""
     return replace(on_paper(cluster), devices_used="all")
 
 
@@ -57,11 +58,11 @@ class PoolPricer:
         )
 
     def price_bound(self, counts: DeviceCounts) -> list[PoolChoice]:
-        """The same as if the devices did nothing but their largest products."""
+        """The same, if the devices did nothing but their largest products."""
         selection = Selection(self._pool, counts)
         kinds = frozenset(entry.device.name for entry, _ in selection.taken)
         try:
-            if kinds not in self._requests:  # its arithmetic is that of all selections of these kinds
+            if kinds not in self._requests:  # its arithmetic holds for all selections of these kinds
                 self._requests[kinds] = self._request(selection.cluster)
             request = self._requests[kinds]
         except PlaitError:
@@ -70,7 +71,7 @@ class PoolPricer:
         return choices_of(selection, self.work, step_s=step_s, layout="", precision=request.workload.precision, sent={})
 
     def found(self, cluster: Cluster) -> FoundLayout | PlaitError:
-        """The layout of a cluster, or the reason why there is none."""
+        """The layout for a cluster, or the reason why there is none."""
         key = cluster.islands, cluster.between
         if key not in self._found:
             try:

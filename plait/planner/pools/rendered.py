@@ -11,7 +11,7 @@ from plait.planner.pools.choice_words import choice_text, cost_text, money_text
 from plait.planner.report.text import aligned_table
 from plait.units import counted, format_count, format_days, format_duration
 
-TABLE_HEADINGS = ("", "machines", "pay", "time", "cost", "tokens per", "step", "beside the recommended one")
+TABLE_HEADINGS = ("", "machines", "pay", "time", "cost", "tokens per", "step", "vs. the recommended one")
 
 
 def answer_lines(answer: PoolAnswer, columns: int) -> list[str]:
@@ -48,7 +48,7 @@ def _row(answer: PoolAnswer, choice: PoolChoice) -> tuple[str, ...]:
 
 
 def simulated_text(simulated: SimulatedChoice) -> str:
-    """Whether spot machines that come and go are worth it, with the figures."""
+    """Whether spot machines that come and go pay off, with the figures."""
     run, beside, currency = simulated.run, simulated.beside, simulated.currency
     took = f"{format_days(run.wall_s)} and {money_text(run.cost, currency)}"
     idle = f", {format_days(run.idle_s)} of it without any machines" if run.idle_s else ""
@@ -60,7 +60,7 @@ def simulated_text(simulated: SimulatedChoice) -> str:
     if beside is None:
         return figures
     on_demand = f"{choice_text(beside)} on demand"
-    return f"{'pays here' if simulated.pays else 'does not pay here'}: {figures}; beside {on_demand}"
+    return f"{'pays here' if simulated.pays else 'does not pay here'}: {figures}; compared with {on_demand}"
 
 
 def answer_values(answer: PoolAnswer) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from plait.machines.pool import Pool, PoolDevices, ZoneLink
 from plait.units import counted
 
 DeviceCounts = tuple[int, ...]
-"""Devices of each entry of a pool."""
+"""Number of devices from each entry of a pool."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Selection:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The devices as the planner takes them: an island for each entry, joined by the slowest link of its zones."""
+        """The devices in the planner's form: an island for each entry, joined by the slowest link of its zones."""
         islands = [_island(self.pool, entry, count) for entry, count in self.taken]
         own = [(island.network or _known_link(island.device.between), island.per_node) for island in islands]
         across = [(link.link, island.per_node) for link in self.links if len(set(link.zones)) > 1 for island in islands]
@@ -68,7 +68,7 @@ class Selection:
 
     @property
     def spot_nodes_per_day(self) -> float:
-        """Interruptions a day of all machines that are available as spot machines."""
+        """Interruptions per day of all machines that are available as spot machines."""
         return sum(
             -(-count // entry.per_node) * entry.interruptions_per_day
             for entry, count in self.taken
@@ -84,7 +84,7 @@ class Selection:
         return found
 
     def __str__(self) -> str:
-        """The devices in words, with their zones where the pool has several."""
+        """The devices in words, with their zones if the pool has several."""
         kinds: dict[str, int] = {}
         for entry, count in self.taken:
             kinds[entry.device.name] = kinds.get(entry.device.name, 0) + count
@@ -110,5 +110,5 @@ def _island(pool: Pool, entry: PoolDevices, count: int) -> Island:
 
 
 def _slowest(links: list[tuple[Link, int]]) -> Link:
-    """The slowest link per device; each comes with the devices of a node."""
+    """The slowest link per device; each link comes with the number of devices per node."""
     return min(links, key=lambda pair: device_bytes_per_s(*pair))[0]

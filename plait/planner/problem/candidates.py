@@ -15,7 +15,7 @@ Counts = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 ShardedState = Literal["nothing", "optimizer", "gradients", "parameters"]
-"""What the ranks along `shard` split in published runs; plait itself runs all but "gradients"."""
+"""The states that ranks along `shard` split in published runs; plait itself runs all but "gradients"."""
 
 LayerSplit = Literal["balanced", "published"] | tuple[int, ...]
 """How layers are divided among pipeline stages: "balanced" as plait runs them, "published" as published programs
@@ -87,7 +87,7 @@ class Candidates:
         return Candidates(**columns, layer_split=self.layer_split)
 
     def is_equal_to(self, others: Candidates, index: int) -> NDArray[np.bool_]:
-        """Which of these candidates are the same as one of others."""
+        """Mask of these candidates that equal one of others."""
         columns = [getattr(self, name) == getattr(others, name)[index] for name in CANDIDATE_COLUMNS]
         return np.logical_and.reduce(columns)
 

@@ -24,7 +24,7 @@ EARLY_LOAD = constant("early_expert_load")
 
 
 def balanced_by(mixture: MixtureShape) -> BalancedBy:
-    """What keeps a mixture's experts equally busy."""
+    """The method that balances a mixture's experts."""
     return "bias" if mixture.has_bias else "loss" if mixture.balance else "nothing"
 
 

@@ -1,4 +1,5 @@
-"""What a plan says of a model: its experts, what keeps them equally busy, and what it learns beside its next token."""
+"""A plan's words about a model: its experts, how they are balanced, and its objectives in addition to the next
+token."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ def without_objectives(shape: ModelShape) -> ModelShape:
 
 
 def objectives_left_out(shape: ModelShape) -> str:
-    """What an export of the model itself leaves out, as the end of a line; empty where that is nothing."""
+    """The parts that an export of the model leaves out, as the end of a line; empty if none."""
     heads, ahead = shape.objectives.heads, shape.objectives.ahead
     parts = [f"the norms of the heads after {_listed(heads)} layers"] if heads else []
     parts += [f"the {counted(ahead, 'module')} for prediction ahead"] if ahead else []

@@ -124,7 +124,7 @@ class SoftwareProfile:
     rounded_weights: Literal["of no layer", "of all layers"] = "of no layer"
     """The layers whose rounded weights are kept from the forward to the backward pass."""
     head_gradient: Literal["among the others", "in the loss"] = "among the others"
-    """Where the head's gradient is made: with the other gradients, or in the loss, beside those."""
+    """Where the head's gradient is computed: with the other gradients, or in the loss, concurrently with those."""
     update_bytes: float = _DEFAULTS["update_bytes"]
     """Memory traffic of AdamW per parameter that a rank updates."""
     state_bytes: int = _DEFAULTS["state_bytes"]
@@ -140,7 +140,7 @@ class SoftwareProfile:
     shards_over: Literal["shard", "shard and context"] = "shard and context"
     """The ranks among which sharded states are split."""
     other: OtherProgram = PLAIT_ITSELF
-    """What the program does that plait does not."""
+    """Things that the program does and plait does not."""
     memory_model: Literal["by share", "followed"] = "by share"
     """How bytes are found: from shares and formulas that many programs obey, or by following plait's own step on
     processors from tensor to tensor."""

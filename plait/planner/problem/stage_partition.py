@@ -214,7 +214,7 @@ def layers_behind_heads(workload: Workload, stage_layers: Sequence[int]) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadPlaces:
-    """What each rank of a pipeline has of the vocabulary."""
+    """Each pipeline rank's part of the vocabulary."""
 
     tables: tuple[int, ...]
     """Tables: the embedding on the first rank and where prediction ahead looks up tokens, and the output matrix, or a

@@ -129,7 +129,7 @@ def _bands(chosen: list[int], bandwidths: Reals) -> tuple[Band, ...]:
 
 
 def sweep_caption(sweep: Sweep | None) -> str:
-    """What one sees, in words."""
+    """The picture in words."""
     if sweep is None:
         return "There is one device, so that no link has a say."
     others = [band for band in sweep.bands if not band.first <= sweep.present <= band.last]

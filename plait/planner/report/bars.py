@@ -47,7 +47,7 @@ from plait.units import format_bytes
 LEAST_TIME_SHARE_SHOWN = 0.004
 """Share of a step from which an item is drawn by itself."""
 GROUPS = (*BOTTLENECKS, "all else")
-"""What binds where an item takes long."""
+"""Groups of items, named by the bottleneck that they point to."""
 GROUP_COLOURS = dict(zip(GROUPS, (BLUE, TEAL, ORANGE, RED, PURPLE, GREY), strict=True))
 HIDDEN_COLOUR = "#c9a06f"
 LINE_COLOUR = "#7d7875"
@@ -108,7 +108,7 @@ def waterfall(found: Search) -> Waterfall:
 
 
 def waterfall_caption(waterfall: Waterfall) -> str:
-    """What one sees, in words."""
+    """The picture in words."""
     longest = max(waterfall.falls, key=lambda fall: fall.spent_s)
     words = (
         f"A step takes {time_words(waterfall.step_s)}. The longest item is {longest.name} with "
@@ -165,7 +165,7 @@ class MemoryBars:
 
 
 def memory_bars(found: Search) -> MemoryBars:
-    """What the chosen layout and a few others would keep on their fullest device."""
+    """Memory on the fullest device of the chosen layout and of a few others."""
     rows = [found.chosen, *runners_up(found, RUNNERS_UP_SHOWN)]
     needed = [memory_items(found, row) for row in rows]
     least = LEAST_MEMORY_SHARE_SHOWN * max(sum(items.values()) for items in needed)
@@ -186,7 +186,7 @@ def memory_bars(found: Search) -> MemoryBars:
 
 
 def memory_caption(bars: MemoryBars) -> str:
-    """What one sees, in words."""
+    """The picture in words."""
     needed = sum(item.bytes_per_device[0] for item in bars.items)
     largest = max(bars.items, key=lambda item: item.bytes_per_device[0])
     device = next((name for name, size in bars.capacities if size == bars.held_by), bars.capacities[0][0])
@@ -223,7 +223,7 @@ def _memory_row(bars: MemoryBars, place: int, colours: Sequence[str]) -> BarRow:
 
 
 def _lines_key(bars: MemoryBars) -> LegendKey:
-    """Which devices end at the dashed lines, from the left."""
+    """The devices that end at the dashed lines, from the left."""
     ends = ", ".join(f"{name} {format_bytes(size)}" for name, size in bars.capacities)
     return LegendKey(colour=LINE_COLOUR, words=f"{'lines' if len(bars.capacities) > 1 else 'line'}: {ends}")
 
@@ -238,7 +238,7 @@ class PipelinePicture:
     """Micro-batches of a whole step."""
     drawn: int
     once_s: float
-    """What comes once a step and is drawn at its end: parameters, gradients, the optimizer."""
+    """Work done once per step and drawn at its end: parameters, gradients, the optimizer."""
     waiting: float
     """Share of a whole step in which the busiest stage waits for the others."""
 
@@ -272,7 +272,7 @@ def pipeline_picture(found: Search) -> PipelinePicture | None:
 
 
 def pipeline_caption(picture: PipelinePicture | None) -> str:
-    """What one sees, in words; without a pipeline, that there is none."""
+    """The picture in words; without a pipeline, a sentence that there is none."""
     if picture is None:
         return (
             "The chosen layout has no pipeline: every device works on all layers, and none waits for another one's "

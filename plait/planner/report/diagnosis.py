@@ -79,7 +79,7 @@ class Diagnosis:
 
 
 def diagnose(found: Search, measured_s: float) -> Diagnosis:
-    """What can explain a measured step of the chosen layout, as one change of the forecast each."""
+    """Possible explanations of a measured step of the chosen layout, each as one change of the forecast."""
     forecast_s, error = found.chosen_step_s, found.tolerance
     factor = measured_s / forecast_s
     suspects: list[_Suspect] = []
@@ -204,7 +204,7 @@ def verdict_text(diagnosis: Diagnosis) -> str:
 
 
 def explanation_lines(diagnosis: Diagnosis) -> list[str]:
-    """What can explain the difference and what cannot; empty where there is nothing to explain."""
+    """Explanations of the difference, possible and impossible; empty if there is nothing to explain."""
     if diagnosis.verdict == "as forecast":
         return []
     lines = [f"{one.name}: {one.needs}. To know: {one.look}" for one in diagnosis.explanations]

@@ -99,7 +99,7 @@ class Axis:
     of_ratios: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies: 0 at the least, 1 at the most."""
+        """The position of a value: 0 at the minimum, 1 at the maximum."""
         least, most, value = (log10(one) if self.of_ratios else one for one in (self.least, self.most, value))
         return (value - least) / (most - least)
 
@@ -184,7 +184,7 @@ def number_text(value: float) -> str:
 
 
 def seconds_unit(longest_s: float) -> tuple[float, str]:
-    """What to multiply seconds with for an axis, and the unit's name."""
+    """The factor for seconds on an axis, and the unit's name."""
     for least_s, factor, name in ((120.0, 1 / 60, "minutes"), (0.5, 1.0, "seconds"), (5e-4, 1e3, "milliseconds")):
         if longest_s >= least_s:
             return factor, name

@@ -43,7 +43,7 @@ CUT_TEXTS = {
     4: "layers in stages (pipeline)",
     8: "experts divided (expert)",
 }
-"""What the axes that cut the model do, by their bit in a kind's number."""
+"""The effect of each axis that cuts the model, by its bit in a kind's number."""
 UNCUT_TEXT = "nothing cut: only copies and shards"
 
 
@@ -54,7 +54,7 @@ class Dot:
     step_s: float
     points: int
     family: str
-    """What cuts the model."""
+    """The axes that cut the model."""
     words: str
     why: str
     """Why it was not chosen: its time and complexity compared with the chosen layout."""
@@ -95,7 +95,7 @@ def layout_map(found: Search) -> LayoutMap:
 
 
 def map_caption(layout_map: LayoutMap) -> str:
-    """What one sees, in words."""
+    """The picture in words."""
     some = "an even sample of " if len(layout_map.dots) < layout_map.n_layouts - layout_map.n_beyond else ""
     words = (
         f"Each dot is a layout ({some}{layout_map.n_layouts:,} that fit): to the left the fast ones, at the bottom the "

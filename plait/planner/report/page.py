@@ -96,7 +96,7 @@ def pictures(found: Search) -> tuple[Picture, ...]:
 
 
 def _subject(reports: Sequence[PlanReport]) -> str:
-    """What all reports are about."""
+    """The subject of all reports."""
     models = {report.model for report in reports}
     where = f"{len(reports)} sets of machines" if len(reports) > 1 else reports[0].cluster
     return f"{models.pop()} on {where}" if len(models) == 1 else where

@@ -76,7 +76,7 @@ class PlanSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTotals:
-    """What the whole run comes to by the forecast; the names are those of a receipt."""
+    """The forecast for the whole run; names as in a receipt."""
 
     steps: int
     tokens: int
@@ -121,11 +121,11 @@ class PlanReport:
     """How many other layouts `sections` names."""
     runners_up: tuple[LayoutFigures, ...]
     training: PlanSection | None = None
-    """What a run on this machine does first; None for machines on paper."""
+    """The first steps of a run on this machine; None for machines on paper."""
     measured: Diagnosis | None = None
     """Why a measured step differs from the forecast, where one was given."""
     money: str = ""
-    """What the run costs by a pool's own prices, in words; empty: at the catalogue's prices."""
+    """The run's cost at a pool's own prices, in words; empty: at the catalogue's prices."""
 
     @cached_property
     def summary(self) -> tuple[PlanSection, ...]:
@@ -326,7 +326,7 @@ def _step_details(report: PlanReport) -> tuple[str, ...]:
 
 
 def memory_text(found: Search) -> str:
-    """What the chosen layout needs on the device with least room left."""
+    """The chosen layout's memory needs on the device with the least free memory."""
     whole, ranks = found.bytes_per_device(found.chosen), int(found.candidates.pipeline[found.chosen])
     which = "fullest device" if found.assigner.devices.have_equal_memory else "device that has least room left"
     place = f" (place {int(found.memory(found.chosen).rank[0]) + 1} of {ranks} in the pipeline)" if ranks > 1 else ""
@@ -335,7 +335,7 @@ def memory_text(found: Search) -> str:
 
 
 def _memory_items(found: Search, items: Mapping[str, float]) -> str:
-    """What fills that device."""
+    """The largest items of memory on that device."""
     least = LEAST_SHARE_MENTIONED * found.bytes_per_device(found.chosen)
     return ", ".join(f"{MEMORY_NAMES[name]} {format_bytes(size)}" for name, size in _largest(items, least))
 

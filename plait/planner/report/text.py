@@ -9,7 +9,7 @@ from plait.planner.report.report import PlanReport, PlanSection, run_cost_text, 
 from plait.units import format_count, format_duration
 
 TEXT_HEADINGS = {"listed": "compared", "binds": "limits", "changes": "what if", "sure": "accuracy"}
-"""What a section is called here where it is not its title, which programs read."""
+"""Names of sections that differ from their titles, which programs read."""
 PLANNED_FIRST = ("time", "memory", "money")
 """Sections that people plan by: they stand directly below the line that names model and machines."""
 

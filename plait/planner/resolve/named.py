@@ -89,9 +89,10 @@ def check_schedule(config: RunConfig, degrees: Layout) -> None:
 
 
 def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -> Constraints:
-    """What the recipe settles of the layout; raises PlaitError where a named one cannot carry the model and its batch.
+    """The parts of the layout that the recipe fixes; raises PlaitError if a named layout cannot carry the model and its
+    batch.
 
-    A pipeline that is named has its order named, too: "auto" is then what is usual.
+    If a pipeline is named, so is its order: "auto" then means the default.
     """
     constraints = open_constraints(config)
     if constraints.degrees:
@@ -141,7 +142,7 @@ def refuse_unfit_names(config: RunConfig, corpus: CorpusFacts) -> None:
 
 
 def open_constraints(config: RunConfig) -> Constraints:
-    """What the recipe's [layout] names, unchecked, and nothing that follows from it."""
+    """The values in the recipe's [layout], unchecked and without consequences."""
     section = config.layout
     named = {
         "virtual": section.virtual_stages,
@@ -201,7 +202,7 @@ def _check_degrees(requested: RequestedWorkers, degrees: Layout, cores: int) -> 
 
 
 def named_workers_lines(resources: Resources) -> list[str]:
-    """What the recipe's workers and threads restrict, in sentences."""
+    """The restrictions from the recipe's workers and threads, in sentences."""
     requested = resources.requested
     if not resources.is_here:
         keys = [f"run.{key}" for key in ("devices", "workers", "threads") if getattr(requested, key) != "auto"]

@@ -83,13 +83,13 @@ class Request:
     has_forecast: bool
     """Whether the planner knows what the devices can do; else they were laid out as STAND_IN."""
     notes: tuple[str, ...]
-    """What was derived, each with its reason."""
+    """Derived values, each with its reason."""
     training_notes: tuple[str, ...]
     """Notes on the optimizer and the documents."""
     warnings: tuple[str, ...]
-    """What a person must see before a run, whatever else is shown."""
+    """Warnings that are always shown before a run."""
     part_of: LeftOut | None = None
-    """Where the options are only the nodes of a cluster that have bf16: all of them, in float32."""
+    """If the options are only the cluster's nodes with bf16: all of its nodes, in float32."""
 
 
 def request_of(
@@ -167,7 +167,7 @@ def request_of(
 
 
 def _untried(machine: Machine) -> str:
-    """What to say of devices for which plait was written and on which it has not run; empty for the others."""
+    """A remark on devices that plait supports but has not run on; empty for others."""
     proof = DEVICE_TRAITS[machine.device].proof
     if proof == "tested":
         return ""

@@ -41,7 +41,7 @@ class WorkerLayout:
     forecast: Forecast | None
     """None where the devices are not in the catalogue."""
     notes: tuple[str, ...]
-    """What there is to say of the layout itself, beside why it was chosen."""
+    """Remarks on the layout itself, in addition to the reasons for it."""
     step_s: float | None = None
     """Seconds of a measured step; None where none was timed."""
     granted: float = 1.0
@@ -153,7 +153,7 @@ def _by_forecast(layouts: Sequence[WorkerLayout]) -> list[WorkerLayout]:
 
 
 def _with_layout_open(request: Request) -> Search | PlaitError:
-    """What would be chosen, by the forecast, for the same job if the recipe named nothing of the layout."""
+    """The layout that would be chosen for the same job, by forecast, if the recipe named no layout."""
     try:
         found = choose(worker_layouts(replace(request, constraints=Constraints(), options=request.open_options))).search
     except PlaitError as error:
@@ -217,7 +217,7 @@ def _forecast(request: Request, option: WorkerOption, found: Search, index: int)
 
 
 def _one_device_step_s(found: Search) -> float | None:
-    """What a step would take on the first of the devices alone."""
+    """The time of a step on only the first of the devices."""
     try:
         alone = search(found.workload, node_alone(found.cluster, 0, 1), profile=found.profile)
     except PlaitError:

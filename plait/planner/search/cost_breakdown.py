@@ -44,7 +44,7 @@ BOTTLENECKS = {
     "the pipeline's waiting (bubble)": ("bubble",),
     "launching kernels": ("host",),
 }
-"""What may bind, and the items of time that it shows in."""
+"""Possible bottlenecks, with the items of time that show them."""
 
 
 def time_items(found: Search, index: int) -> dict[str, float]:
@@ -66,7 +66,7 @@ def memory_items(found: Search, index: int) -> dict[str, float]:
 
 
 def bottlenecks(items: dict[str, float]) -> list[tuple[str, float]]:
-    """What binds, with its share of the step, the largest first."""
+    """The bottlenecks, with their shares of the step, the largest first."""
     whole = sum(items.values())
     parts = [(what, sum(items[name] for name in names) / whole) for what, names in BOTTLENECKS.items()]
     return sorted(parts, key=lambda part: -part[1])

@@ -40,7 +40,7 @@ class DoesNotFit(PlaitError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeasibleCandidates:
-    """Which candidates the devices can hold; arrays over all that were enumerated."""
+    """Masks of candidates that the devices can hold; arrays over all that were enumerated."""
 
     on_hosts: NDArray[np.bool_]
     """Mask: no tensor or context group spans two hosts needlessly."""
@@ -57,7 +57,7 @@ class FeasibleCandidates:
 
 
 def sparing_budget(workload: Workload, cluster: Cluster) -> MemoryBudget:
-    """What a layout may fill of its devices that plait chooses by itself: the forecast's own error stays free."""
+    """Memory that a layout chosen by plait may fill: the forecast's own error stays free."""
     return MemoryBudget.for_chosen_layout(memory_error(workload, cluster))
 
 

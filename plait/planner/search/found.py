@@ -48,7 +48,7 @@ class Search:
     cluster: Cluster
     profile: SoftwareProfile
     constraints: Constraints
-    """What a person has named."""
+    """Values that the user has given."""
     tolerance: float
     """Layouts whose step time differs by less than this share count as equally fast."""
     candidates: Candidates
@@ -128,7 +128,7 @@ class Search:
 
     @property
     def cost_inputs(self) -> CostInputs:
-        """What the step times of all priced layouts depend on."""
+        """The inputs of the step times of all priced layouts."""
         return CostInputs(
             workload=self.workload, cluster=self.cluster, candidates=self.candidates, profile=self.profile
         )

@@ -64,7 +64,7 @@ def layout_text(row: CandidateRow) -> str:
 
 
 def layout_sentences(row: CandidateRow, layers: int) -> list[str]:
-    """What each axis of a layout does, a sentence each, for someone new."""
+    """The effect of each axis of a layout, one sentence each, for a newcomer."""
     lines = []
     replicate, shard, pipeline = int(row["replicate"]), int(row["shard"]), int(row["pipeline"])
     if replicate > 1:
@@ -95,7 +95,7 @@ def layout_sentences(row: CandidateRow, layers: int) -> list[str]:
 
 
 def _shard_sentence(shard: int, what: str, cuts: int) -> str:
-    """What `shard` does where the other axes cut the model into this many parts, of which a device has one."""
+    """The effect of `shard` if the other axes cut the model into this many parts, of which a device has one."""
     model = "the model" if cuts == 1 else f"their part (1/{cuts}) of the model"
     if what == SHARDED_STATES[3]:
         return (

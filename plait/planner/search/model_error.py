@@ -42,7 +42,7 @@ def run_family(workload: Workload, cluster: Cluster) -> RunFamily:
 
 
 def published_errors(family: RunFamily) -> PublishedErrors:
-    """What published runs say of forecasts of a family."""
+    """Errors of forecasts for a family, from published runs."""
     return _known("time")[family]
 
 
@@ -75,7 +75,7 @@ class ExpectedRange:
 
 
 def expected_range(workload: Workload, cluster: Cluster) -> ExpectedRange:
-    """Where the time of a step will be, as multiples of its forecast."""
+    """The expected range of a step's time, as multiples of its forecast."""
     devices = [island.device for island in cluster.islands]
     kind: RangeKind = run_family(workload, cluster)
     if was_measured(workload, cluster):
@@ -103,9 +103,9 @@ def _ranges() -> dict[RangeKind, ExpectedRange]:
 
 
 def stated_error(workload: Workload, cluster: Cluster) -> float:
-    """What layouts may differ by and count as equally fast.
+    """The difference up to which layouts count as equally fast.
 
-    The model's own error, which half of the runs like this one were closer than; where the machines were measured less.
+    It is the model's own error, the median for runs like this one; less if the machines were measured.
     """
     if was_measured(workload, cluster):
         return MEASURED_ERROR

@@ -1,12 +1,12 @@
-"""What tokens on their way to experts load each link with, and how long that takes.
+"""The load of experts' tokens on each link, and its time.
 
-Note [once a node] A token's experts may lie on several ranks of a node. Libraries for experts (DeepEP) then send it to
-that node once, and copy it there; where routing is node-limited (DeepSeek-V3: 4 of 8 groups of experts are open to a
+Note [once a node]: a token's experts may be on several ranks of a node. Libraries for experts (DeepEP) then send it to
+that node once, and copy it there; if routing is node-limited (DeepSeek-V3: 4 of 8 groups of experts are open to a
 token), it goes to no more nodes than that. plait's own exchange sends a token once for each of its experts.
 
-Note [all-to-all on a torus] On a ring of n wires in each direction a message to anybody passes n / 4 of them on
+Note [all-to-all on a torus]: on a ring of n wires in each direction a message to any rank passes n / 4 of them on
 average, so in a cube of a × a × a devices, 2 wires along each of 3 axes, each device reaches 8 / a of one wire's rate:
-less than in all-gathers, whose messages go to neighbours. Of two along an axis, both wires lead to the other.
+less than in all-gathers, whose messages go to neighbours. With two devices along an axis, both wires lead to the other.
 """
 
 from __future__ import annotations

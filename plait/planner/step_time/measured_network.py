@@ -118,7 +118,7 @@ def largest_overlap(cluster: Cluster) -> float:
 
 
 def slowest_send_bytes_per_s(measured: Measurements, scope: LinkScope) -> float:
-    """What a long message from one rank to another reaches, on the slowest of the links."""
+    """The rate of a long message from one rank to another, on the slowest of the links."""
     sends = [link.points[-1] for link in measured.links if link.kind == "send" and link.scope == scope]
     return min(point.bytes / point.seconds for point in sends)
 

@@ -107,7 +107,7 @@ def _networks_of_islands(cluster: Cluster) -> list[tuple[Link, int]]:
 
 
 def achieved_bytes_per_s(link: Link, devices_per_node: int, achieved_share: float) -> float:
-    """What a device gets of a link for large messages when all devices of its node use it at once."""
+    """A device's share of a link for large messages when all devices of its node use it at once."""
     wires = {"switch": 1.0, "shared": 1 / devices_per_node, "torus": 2.0 * link.axes}
     return link.bytes_per_s * achieved_share * wires[link.shape]
 

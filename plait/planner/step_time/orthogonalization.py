@@ -1,5 +1,5 @@
-"""What Muon's update costs beside passing over weights: the products that orthogonalize whole matrices, and the way of
-their pieces to the rank that owns a matrix and back (parallel/whole_matrices.py)."""
+"""The cost of Muon's update, apart from passing over weights: the products that orthogonalize whole matrices, and the
+transfer of their pieces to the rank that owns a matrix and back (parallel/whole_matrices.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import collective_s
 
 Matrices = Sequence[tuple[int, int, float]]
-"""Both sides of matrices, and how many of them there are."""
+"""Both sides of matrices, and their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class OrthogonalizationTime:
     """Seconds of a step, arrays over candidates; zeros without Muon."""
 
     one_for_all: Reals
-    """With one owner among all ranks that hold a matrix."""
+    """With one owner among all ranks that have a matrix."""
     each_for_itself: Reals
-    """With an owner in each copy of a matrix; infinite where devices differ, whose copies would drift apart."""
+    """With an owner in each copy of a matrix; infinite if devices differ, since their copies would drift apart."""
 
     @property
     def step_s(self) -> Reals:
@@ -35,14 +35,14 @@ class OrthogonalizationTime:
         return np.minimum(self.one_for_all, self.each_for_itself)
 
     def copies_compute(self, index: int) -> CopiesCompute:
-        """The cheaper way of a candidate, of equal ones that which works on unlike devices."""
+        """The cheaper way for a candidate; if they are equal, the one that works on unequal devices."""
         return "each for itself" if self.each_for_itself[index] < self.one_for_all[index] else "one for all"
 
 
 def orthogonalization_time(inputs: CostInputs) -> OrthogonalizationTime:
-    """Muon's products and messages, by who computes for copies of a matrix.
+    """Time of Muon's products and messages, for both ways of computing for copies of a matrix.
 
-    An owner's share of the products is the mean: they are balanced. What it receives is as large as what it sends.
+    An owner's share of the products is the mean: they are balanced. It receives as much as it sends.
     """
     w, c = inputs.workload, inputs.candidates
     if w.orthogonalization is None:
@@ -69,15 +69,15 @@ def orthogonalization_time(inputs: CostInputs) -> OrthogonalizationTime:
 
 
 def share_away_from_owners(w: Workload, c: Candidates) -> Reals:
-    """About how much of the pieces does not lie on the rank that owns their matrix, if ranks are many: all, but where
-    ranges of buckets are split, which hold small matrices whole."""
+    """The approximate share of pieces that are not on the rank that owns their matrix, if there are many ranks: all,
+    except where ranges of buckets are split, which contain small matrices whole."""
     largest = max(one * other for some in layer_matrices(w) for one, other, _ in some)
     ranges = (c.shard_what == SHARDED_STATES.index("optimizer")) & (c.tensor == 1)
     return np.where(ranges, np.minimum(4.0 * largest * c.shard / USUAL_BUCKET_BYTES, 1.0), 1.0)
 
 
 USUAL_BUCKET_BYTES = 8 * 2**20
-"""Of a bucket of gradients (parallel/gradient_buckets.py)."""
+"""For a bucket of gradients (parallel/gradient_buckets.py)."""
 
 
 def layer_matrices(w: Workload) -> tuple[Matrices, Matrices]:

@@ -86,9 +86,9 @@ class _MicroBatchTimes:
     layer_s: Reals
     head_s: Reals
     overhead_s: Reals
-    """What every rank spends beside: the host."""
+    """Additional time of every rank: the host's."""
     exposed_s: Reals
-    """What the rank at the slowest hop waits for messages, where that is a share of them."""
+    """Time that the rank at the slowest hop waits for messages, if that is a share of them."""
     stage_message_s: Reals
     """One message to a neighbour, where it travels while the next micro-batch is computed, on average over hops."""
     slowest_message_s: Reals

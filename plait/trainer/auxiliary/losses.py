@@ -46,7 +46,7 @@ class AuxiliaryLosses:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the objectives, in order."""
+        """For each objective, in order."""
         return tuple(self.weights)
 
     def begin(self, micros: Sequence[Micro], sums: Callable[[Tensor], Tensor]) -> None:
@@ -66,7 +66,7 @@ class AuxiliaryLosses:
         }
 
     def of(self, micro: Micro) -> MicroObjectives | None:
-        """What a forward pass of this micro-batch needs; None where there is nothing, or where nothing learns."""
+        """The inputs of a forward pass of this micro-batch; None if there are none, or if nothing is trained."""
         if not self.weights or not (torch.is_grad_enabled() or self._always):
             return None
         of_heads = dict.fromkeys(self.names[: len(self.names) - self._ahead], micro.targets)

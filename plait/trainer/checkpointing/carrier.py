@@ -1,5 +1,5 @@
-"""How a rank's part of a checkpoint reaches host 0, if the rank's folder is on another host: from its disk, or from its
-host's memory where the disk has no room."""
+"""Brings a rank's part of a checkpoint to host 0, if the rank's folder is on another host: from its disk, or from its
+host's memory if the disk is full."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Slices = Mapping[str, Sequence[TensorSlice]]
 
 
 class PartsCarrier:
-    """Has the parts of a rank whose folder is not on rank 0's host brought there: the supervisors, whom it tells, fetch
-    them. `sharers` ranks share this host's memory, and `lineage` is as in KeptCopy."""
+    """Requests the transfer of parts from ranks whose folder is not on rank 0's host; the supervisors fetch them.
+    `sharers` ranks share this host's memory, and `lineage` is as in KeptCopy."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class PartsCarrier:
         self._tell("wrote", staging=staging.name, **in_memory)
 
     def put_in_memory(self, slices: Slices, step: int) -> None:
-        """Keep the part in memory, where the disk has no room for it; raises OSError or MemoryError."""
+        """Keep the part in memory if the disk is full; raises OSError or MemoryError."""
         if self._store is None:
-            raise MemoryError("nobody keeps memory for this rank")
+            raise MemoryError("no process keeps memory for this rank")
         self._step = step
         header, parts, local = rank_layout(self._rank, slices)
         nbytes = len(header) + sum(part.nbytes for part in parts)
@@ -68,11 +68,11 @@ class PartsCarrier:
         self._store.finish(OUTBOX, step=step, lineage=self._lineage, text=text, data_bytes=nbytes)
 
     def cannot_send(self, staging: Path, why: str) -> None:
-        """Report that this host has room for the part nowhere."""
+        """Report that this host has no room for the part, on disk or in memory."""
         self._tell("no room", staging=staging.name, why=why)
 
     def clear(self) -> None:
-        """The save is over."""
+        """Called when the save is over."""
         if self._nbytes and self._store is not None:
             self._store.release(OUTBOX, self._nbytes)
             self._nbytes = 0

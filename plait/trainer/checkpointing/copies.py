@@ -1,5 +1,5 @@
-"""Copies of a rank's state in the memory of its host's supervisor or agent, which outlives it: made, saved from, and
-read back by a later start."""
+"""Copies of a rank's state in the memory of its host's supervisor or agent, which outlives the rank: made, saved from,
+and restored by a later start."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from plait.trainer.state import TrainState
 from plait.units import format_bytes
 
 _NO_HASH = "0" * 64
-"""Memory that changed its bits would change those of the run as well: copies are not hashed."""
-_WITHOUT_COPIES = "after a failure the run goes on from its newest checkpoint"
+"""Copies are not hashed: memory that flips bits would corrupt the run itself as well."""
+_WITHOUT_COPIES = "after a failure the run continues from its newest checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shape:
-    """What is the same in copy after copy: the text about the parts, and in which order slices are written."""
+    """The properties that stay the same from copy to copy: the text about the parts, and the order of slices."""
 
     signature: Sequence[tuple[Any, ...]]
     header: bytes
@@ -49,7 +49,7 @@ class StateCopies:
     """Copies of one rank's state; every rank has one and makes the same calls in the same order.
 
     `store` is None if no process outlives the ranks. `ranks` are those of this rank's host. `lineage` is the number of
-    the start from whose beginning the run has come here without a checkpoint read since.
+    the last start that began from a checkpoint or from scratch.
     """
 
     def __init__(self, assembly: Assembly, store: CopyStore | None, ranks: range, lineage: int) -> None:
@@ -57,36 +57,36 @@ class StateCopies:
         self._maybe_store, self._ranks, self._lineage = store, ranks, lineage
         self._newest: KeptCopy | None = None
         self._saving: int | None = None
-        """The slot of the copy that a save reads."""
+        """The slot of the copy that is being saved."""
         self._shape: _Shape | None = None
         self._beside: Sequence[PartPlace] | None = None
         self._settles = False
-        """Whether any rank copies weights that another one updates: then all of them settle before a copy."""
+        """Whether any rank copies weights that another one updates: then all of them synchronize before a copy."""
         self.are_made = False
         """The same on every rank."""
         self._failed = False
         self._is_usable = True
         self._cost_s = 0.0
-        """Seconds for which the last copy held up this rank; those of a save count as the save's."""
+        """Seconds for which the last copy blocked this rank; for a save, they count as the save's."""
 
     def restore(self, step: int) -> TrainState:
-        """Load the copies of this step, from which the run then goes on. Every rank must call it; raises RunFailed on
-        all where one does not find its whole state."""
+        """Load the copies of this step, from which the run then continues. Every rank must call it; raises RunFailed on
+        all ranks if one does not find its whole state."""
         state = restore_from_memory(self._assembly, self._store, self._ranks, self._lineage, step)
         own = self._store.copies(self._place)
         self._newest = next(one for one in own if (one.step, one.lineage) == (step, self._lineage))
         return state
 
     def begin(self) -> str:
-        """Make copies from now on; older ones become void, but for the one that was restored. Returns a sentence for
-        the log if there can be none, or ""."""
+        """Make copies from now on; older ones become invalid, except the one that was restored. Returns a sentence for
+        the log if copies are impossible, else an empty text."""
         if self._maybe_store is None:
-            return f"the state is not kept in memory: nobody outlives workers that torchrun started; {_WITHOUT_COPIES}"
+            return f"the state is not kept in memory: nothing outlives workers that torchrun started; {_WITHOUT_COPIES}"
         self.are_made = True
         try:
             for slot in set(range(SLOTS)) - self._kept_slots:
                 self._store.begin(slot)
-        except OSError:  # as where a limit of the user's forbids large files
+        except OSError:  # for example because of a user's limit on file sizes
             self._is_usable = False
         return ""
 
@@ -96,14 +96,14 @@ class StateCopies:
         return self.are_made and self._beside is not None
 
     def layers_moved(self) -> None:
-        """The ranks hold other parts of the state from now on."""
+        """The ranks have other parts of the state from now on."""
         self._shape = self._beside = None
 
     def prepare(self) -> str:
-        """Find out what is copied and take memory for it, if that is not done. Every rank must call it, before a state
-        is copied or saved; blocks.
+        """Determine what is copied and allocate memory for it, if that is not done yet. Every rank must call it before
+        a state is copied or saved; blocks.
 
-        Returns "" or, on all ranks alike, a warning that there can be no copies: then nothing is copied.
+        Returns "" or, on all ranks alike, a warning that copies are impossible: then nothing is copied.
         """
         if not self.are_made or self.are_prepared:
             return ""
@@ -123,7 +123,7 @@ class StateCopies:
         self.are_made = False
         return (
             f"warning  the state is not kept in memory: {SLOTS} copies of {format_bytes(most)} for each worker do not "
-            f"fit the free memory, or a limit is in their way (ulimit -f); {_WITHOUT_COPIES}"
+            f"fit into free memory, or a limit prevents them (ulimit -f); {_WITHOUT_COPIES}"
         )
 
     def copy_state(self, state: TrainState) -> str:
@@ -134,13 +134,13 @@ class StateCopies:
         return warning
 
     def news(self) -> Sequence[int]:
-        """For the agreement of all ranks after a step, where the largest of all counts: the microseconds that this
-        rank's last copy took, if that is news, and whether it could make none."""
+        """Values for the agreement of all ranks after a step, where the largest counts: the microseconds of this rank's
+        last copy, if new, and whether the copy failed."""
         cost_s, self._cost_s = self._cost_s, 0.0
         return round(cost_s * 1e6), int(self._failed)
 
     def agreed(self, cost_us: int, failed: int, tell: Callable[..., None]) -> float:
-        """Take note of the answer; returns the seconds that the last copy took, if that is news, and reports it."""
+        """Process the agreed values; returns the seconds of the last copy, if new, and reports them."""
         if not self.are_made:
             return 0.0
         if failed:
@@ -153,8 +153,8 @@ class StateCopies:
         return cost_us / 1e6
 
     def copy(self, state: TrainState, own: Slices | None = None) -> KeptCopy | None:
-        """Copy this rank's state, or its slices `own` of it, which are a checkpoint's. Every rank must call it; returns
-        when the copy is whole, or None where there was no memory: then the older one stays."""
+        """Copy this rank's state, or its slices `own` for a checkpoint. Every rank must call it; returns when the copy
+        is complete, or None if there was no memory: then the older one stays."""
         began_s = time.monotonic()
         slot = min(set(range(SLOTS)) - self._kept_slots)
         try:
@@ -167,8 +167,7 @@ class StateCopies:
         return self._newest
 
     def begin_saving(self, copy: KeptCopy) -> Slices:
-        """The slices of a copy that a checkpoint has, as they lie in memory; no further copy replaces it until
-        `saved`."""
+        """The slices of a copy for a checkpoint, in memory; no further copy replaces it until `saved`."""
         self._saving = copy.slot
         data, shape = self._store.data(self._place, copy), self._shape
         assert shape is not None
@@ -180,8 +179,8 @@ class StateCopies:
         return slices
 
     def take_third_slot(self) -> None:
-        """Take the memory for a copy beside the newest and the one that is being saved; what fails here is heard of
-        when that copy is made. From any thread."""
+        """Allocate memory for a copy in addition to the newest one and the one that is being saved; a failure is
+        reported when that copy is made. Callable from any thread."""
         shape = self._shape
         if shape is not None:
             with suppress(OSError):
@@ -203,7 +202,7 @@ class StateCopies:
 
     @property
     def _kept_slots(self) -> set[int | None]:
-        """Slots that no copy may be written to: that of the newest, and the one that a save reads."""
+        """Slots that must not be overwritten: the newest copy's, and that of the copy being saved."""
         return {self._saving, None if self._newest is None else self._newest.slot}
 
     def _written(self, state: TrainState, slices: Slices, slot: int) -> KeptCopy:
@@ -222,7 +221,7 @@ class StateCopies:
         return KeptCopy(step=state.step, lineage=lineage, slot=slot, text_bytes=len(text), data_bytes=shape.nbytes)
 
     def _shape_of(self, slices: Slices) -> _Shape:
-        """The shape of a copy, made again only where slices are others than in the one before."""
+        """The shape of a copy, recomputed only if its slices differ from those before."""
         flat = _flat(slices)
         signature = [(key, one.offset, one.tensor.shape, one.tensor.dtype) for key, one in flat]
         if self._shape is None or self._shape.signature != signature:
@@ -230,10 +229,10 @@ class StateCopies:
         return self._shape
 
     def _all_slices(self, state: TrainState, own: Slices | None = None) -> Slices:
-        """This rank's own slices and, under keys of their own, those that it copies for its host."""
+        """This rank's own slices and, under separate keys, those that it copies for its host."""
         whole = own if own is not None else rank_slices(self._assembly, state, self._world, check="nothing")
         found = {key: list(some) for key, some in whole.items()}
-        if self._world.index > 0:  # rank 0's host alone has these of its own
+        if self._world.index > 0:  # only rank 0's host already has these
             found[BESIDE + "tokens"] = [whole_slice(torch.tensor([state.tokens]))]
             optimizer = self._assembly.optimizer
             if optimizer.state and (updates := updates_counted(optimizer)) is not None:
@@ -250,7 +249,8 @@ class StateCopies:
         return found
 
     def _found_beside(self) -> Sequence[PartPlace]:
-        """What this rank copies besides its own; nothing where all ranks are on one host. Every rank must call it."""
+        """The parts of other ranks that this rank copies; empty if all ranks are on one host. Every rank must call
+        it."""
         if not agree_on_any(self._world, len(self._ranks) < self._world.size):
             return ()
         slices = rank_slices(self._assembly, TrainState(), self._world, check="nothing")
@@ -270,7 +270,7 @@ def _flat(slices: Slices) -> list[tuple[str, TensorSlice]]:
 
 
 def _shape(rank: int, slices: Slices, signature: Sequence[tuple[Any, ...]]) -> _Shape:
-    """Own parts lie as in the rank's file of a checkpoint, those beside them after it."""
+    """Own parts are laid out as in the rank's checkpoint file, other ranks' parts after them."""
     file = part_files(rank)[0]
     number_of = {stored_part(key, one, file).key: number for number, (key, one) in enumerate(_flat(slices))}
     header, parts, _ = rank_layout(rank, slices)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its model, and whether it is of a plan's; no torch."""
+"""A checkpoint's model, and whether it matches a plan's; no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.trainer.optimizer.moments import moment_names
 
 
 def described_model(plan: Plan) -> dict[str, object]:
-    """What a checkpoint says of its model: the shape and, where it holds an adapter alone, which model that is of."""
+    """A checkpoint's model: the shape and, if it contains only an adapter, the base model."""
     base = {"base": plan.job.base_fingerprint} if plan.job.base and plan.job.shape.adapter else {}
     return {**plan.job.shape.to_dict(), **base}
 

@@ -1,4 +1,4 @@
-"""From the copies in the memory of a host's supervisor or agent back into its ranks."""
+"""Restores ranks from the copies in the memory of their host's supervisor or agent."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from plait.trainer.state import TrainState
 
 @torch.no_grad()
 def restore_from_memory(assembly: Assembly, store: CopyStore, ranks: range, lineage: int, step: int) -> TrainState:
-    """Load the copies of this step and lineage into this rank, bit for bit, and return the state of training at it;
-    `ranks` are those of this host. Every rank must call it; raises RunFailed on all of them where one does not find its
+    """Load the copies of this step and lineage into this rank, bit for bit, and return the training state at that step;
+    `ranks` are those of this host. Every rank must call it; raises RunFailed on all of them if one does not find its
     whole state."""
     opened: list[_OpenedCopies] = []
     boxes = list(state_boxes(assembly))
@@ -57,7 +57,8 @@ def restore_from_memory(assembly: Assembly, store: CopyStore, ranks: range, line
 
 
 class _OpenedCopies:
-    """One step's copies of all ranks of a host, to read rectangles from. Raises RunFailed where one is not whole."""
+    """The copies of all ranks of a host at one step, from which rectangles are read. Raises RunFailed if one is
+    incomplete."""
 
     def __init__(self, store: CopyStore, ranks: range, lineage: int, step: int) -> None:
         self._data: dict[str, memoryview] = {}
@@ -67,13 +68,13 @@ class _OpenedCopies:
         for place, rank in enumerate(ranks):
             copy = next((one for one in store.copies(place) if (one.step, one.lineage) == (step, lineage)), None)
             if copy is None:
-                raise RunFailed(f"rank {rank} has no whole copy of step {step}")
+                raise RunFailed(f"rank {rank} has no complete copy of step {step}")
             text, file = json.loads(store.text(place, copy)), part_files(rank)[0]
             self._data[file] = store.data(place, copy)
             positions.add(text["position"])
             for part in parse_parts(text["parts"]):
                 if part.file != file or part.begin + part.nbytes > copy.data_bytes or text["step"] != copy.step:
-                    raise ValueError(f"the copy of rank {rank} is not what it says")
+                    raise ValueError(f"the copy of rank {rank} is invalid")
                 name = part.tensor.removeprefix(BESIDE)
                 kept = self._own if name == part.tensor else self._beside
                 kept.setdefault(name, []).append(replace(part, tensor=name))
@@ -82,7 +83,7 @@ class _OpenedCopies:
         [self.position] = positions
 
     def require(self, places: Iterable[PartPlace], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise RunFailed unless all these rectangles, of tensors of these shapes, are here."""
+        """Raise RunFailed unless all these rectangles, of tensors with these shapes, are present."""
         for place in places:
             fits = [
                 [one for one in kept.get(place[0], ()) if one.shape == shapes[place[0]]]
@@ -100,7 +101,7 @@ class _OpenedCopies:
         return slice_of_parts(parts, offset, extent, self._numbers)
 
     def whole(self, key: str) -> Tensor:
-        """A tensor as a whole."""
+        """A whole tensor."""
         shape = next(iter([*self._own.get(key, ()), *self._beside.get(key, ())])).shape
         return self.read(key, (0,) * len(shape), shape)
 

@@ -1,4 +1,4 @@
-"""What is said of a save while training waits for it: how far it is, and how long it may still take."""
+"""Messages about a save while training waits for it: its progress, and the time that it may still take."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ FIRST_SAID_S = 5.0
 
 
 class SaveProgress:
-    """Follows one wait for a save of `total_bytes`, which may be that of a run that `was_stopped`; `clock` counts
-    seconds."""
+    """Follows one wait for a save of `total_bytes`, possibly of a run that `was_stopped`; `clock` gives seconds."""
 
     def __init__(
         self, step: int, total_bytes: int, clock: Callable[[], float] = time.monotonic, *, was_stopped: bool = False
@@ -20,12 +19,12 @@ class SaveProgress:
         self._step, self._total, self._clock = step, total_bytes, clock
         self._began_s, self._said_after_s = clock(), FIRST_SAID_S
         self._first: tuple[float, int] | None = None
-        """When bytes were first seen, after how many seconds, and how many."""
+        """The first sight of bytes: after how many seconds, and how many."""
         self._stops = was_stopped
 
     def look(self, arrived_bytes: int, *, stop_requested: bool = False) -> str:
-        """A line for the log where one is due, else "": after five seconds and then ever less often, and at once when a
-        stop is requested. `arrived_bytes` are on rank 0's disk by now, whoever wrote them."""
+        """A line for the log if one is due, else an empty text: after five seconds and then less and less often, and at
+        once when a stop is requested. `arrived_bytes` are on rank 0's disk by now, from all writers."""
         waited_s = self._clock() - self._began_s
         if self._first is None and arrived_bytes:
             self._first = waited_s, arrived_bytes

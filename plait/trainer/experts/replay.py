@@ -23,7 +23,7 @@ from plait.model.parts.mixture import MixtureShape
 from plait.model.router import best_experts, group_scores
 
 Passes = Literal["training", "held-out"]
-"""Which tokens' numbers are meant: each split of the data counts its own."""
+"""The split of the data to which passes belong; each split is counted separately."""
 
 
 class RoutingRecord:

@@ -1,7 +1,7 @@
-"""What a run asks of an optimizer; AdamW and SGD by torch's fused kernels, bit for bit what `fused=True` does there.
+"""The interface of a run's optimizer; AdamW and SGD with torch's fused kernels, bit for bit the same as `fused=True`.
 
-Not by `torch.optim`: its first optimizer imports torch._dynamo, more than a second of every start and of every return
-after a failure.
+torch.optim is not used: its first optimizer imports torch._dynamo, more than a second of every start and of every
+recovery from a failure.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ParameterGroup:
 class RunOptimizer(Protocol):
     """Updates a run's parameters in place.
 
-    `state` holds each parameter's moments by their names in `torch.optim`, and `step`, the number of updates, where it
-    is counted. They are there before the first step. `grad_scale` (a divisor of the gradients; float32, shape []) and
+    `state` has each parameter's moments under their names in `torch.optim`, and `step`, the number of updates, if it is
+    counted. They exist before the first step. `grad_scale` (a divisor of the gradients; float32, shape []) and
     `found_inf` (1.0 skips the update) may be set before a step; both stay on the device.
     """
 
@@ -38,7 +38,7 @@ class RunOptimizer(Protocol):
     found_inf: Tensor | None
 
     def set_lr(self, lr: float) -> None:
-        """Take the next updates at this learning rate."""
+        """Use this learning rate for the next updates."""
         ...
 
     def step(self) -> None:
@@ -61,7 +61,7 @@ class FusedOptimizer(ABC):
         self.found_inf: Tensor | None = None
 
     def set_lr(self, lr: float) -> None:
-        """Take the next updates at this learning rate."""
+        """Use this learning rate for the next updates."""
         if isinstance(self.lr, Tensor):
             self.lr.fill_(lr)
         else:
@@ -97,12 +97,12 @@ class FusedAdamW(FusedOptimizer):
             counts, amsgrad=False, lr=self.lr, beta1=self.betas[0], beta2=self.betas[1], weight_decay=weight_decay,
             eps=1e-8, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf,
         )  # fmt: skip
-        if self.found_inf is not None:  # an update that was skipped does not count
+        if self.found_inf is not None:  # a skipped update does not count
             torch._foreach_sub_(counts, [self.found_inf] * len(counts))  # pyright: ignore[reportPrivateImportUsage]
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD, with the classical momentum where it is not zero; its weight decay is added to the gradient."""
+    """SGD, with classical momentum if it is not zero; its weight decay is added to the gradient."""
 
     def __init__(self, groups: Sequence[ParameterGroup], *, lr: float, momentum: float = 0.0) -> None:
         super().__init__(groups, lr=lr)

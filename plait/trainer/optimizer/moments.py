@@ -23,5 +23,5 @@ def all_moment_names(plan: OptimizerPlan, names: Iterable[str]) -> set[str]:
 
 
 def counts_updates(plan: OptimizerPlan) -> bool:
-    """Whether the optimizer counts its updates: AdamW does, also beside Muon."""
+    """Whether the optimizer counts its updates: AdamW does, also as part of Muon."""
     return plan.kind != "sgd"

@@ -1,7 +1,7 @@
-"""Muon (Jordan et al. 2024): momentum whose update of a matrix is orthogonalized as a whole; AdamW for all that is no
-hidden matrix.
+"""Muon (Jordan et al. 2024): momentum whose update of a matrix is orthogonalized as a whole; AdamW for everything that
+is not a hidden matrix.
 
-Scaled to the size of AdamW's updates (Liu et al. 2025, arXiv 2502.16982), so that AdamW's learning rates and weight
+Updates are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that AdamW's learning rates and weight
 decay carry over. In bfloat16 it is torch.optim.Muon with adjust_lr_fn="match_rms_adamw".
 """
 
@@ -19,11 +19,12 @@ from plait.trainer.optimizer.fused import FusedAdamW
 
 
 class MuonWithAdamW:
-    """Updates hidden matrices by Muon and all other weights by AdamW, whose learning rate is `adamw_share` of Muon's.
+    """Updates hidden matrices with Muon and all other weights with AdamW, whose learning rate is `adamw_share` of
+    Muon's.
 
-    A RunOptimizer. `units` are those of hidden matrices, of which this rank may hold pieces; the exchange is over the
-    same units. `dtype` is what matrices are orthogonalized in. A matrix without a gradient counts as one of zeros, as
-    it does where ranks sum gradients in buckets. The `.grad` of `units` hold the averaged gradients afterwards.
+    A RunOptimizer. `units` are those of hidden matrices, of which this rank may have pieces; the exchange uses the same
+    units. `dtype` is the precision of orthogonalization. A matrix without a gradient counts as one of zeros, as it does
+    when ranks sum gradients in buckets. Afterwards the `.grad` of `units` contain the averaged gradients.
     """
 
     def __init__(
@@ -49,14 +50,14 @@ class MuonWithAdamW:
         self.found_inf: Tensor | None = None
 
     def set_lr(self, lr: float) -> None:
-        """Take the next updates at this learning rate, which is that of the matrices."""
+        """Use this learning rate, which is that of the matrices, for the next updates."""
         self.lr = lr
         self._rate.fill_(lr)
         self._adamw.set_lr(self._adamw_share * lr)
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter. Every rank that holds a piece of a matrix of this one must call it."""
+        """One update of every parameter. Every rank that has a piece of one of this rank's matrices must call it."""
         self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf
         self._adamw.step()
         if not self._exchange.tasks:
@@ -72,11 +73,11 @@ class MuonWithAdamW:
             unit, part = places[number]
             scale = (rate * RMS_OF_ADAMW * max(part.box.shape) ** 0.5).to(unit.parameter.dtype)
             part.within(unit.parameter).addcmul_(result.to(scale.dtype), scale, value=-1)
-            del result  # a view of a whole batch, which would stay beside the next one
+            del result  # a view of a whole batch, which would otherwise coexist with the next one
 
     def _averaged_gradients(self) -> list[Tensor]:
-        """Nesterov's: the gradients moved towards their averages, which take them in. Where the update is to be skipped
-        they are the averages themselves, which stay."""
+        """Nesterov's: the gradients moved towards their averages, which are updated. If the update is to be skipped,
+        they are the averages themselves, which stay unchanged."""
         found: list[Tensor] = []
         for unit in self._units:
             weight = unit.parameter

@@ -37,8 +37,8 @@ def make_optimizer(
 ) -> RunOptimizer:
     """The plan's optimizer over this rank's units, with weight decay on matrices only.
 
-    Muon's pieces of matrices come together by an `exchange`, for which every rank must call this, and are
-    `orthogonalized_in` numbers of this precision.
+    Pieces of Muon's matrices are brought together by an `exchange`, for which every rank must call this, and are
+    `orthogonalized_in` this precision.
     """
     if plan.kind == "muon":
         optimizer = _muon(units, plan, MATRIX_DTYPES[orthogonalized_in], exchange)
@@ -96,14 +96,14 @@ def _muon(
 def set_state(
     optimizer: RunOptimizer, parameter: Tensor, moments: Mapping[str, Tensor], updates: Tensor | None
 ) -> None:
-    """Give a parameter's optimizer state these moments and, where the optimizer counts them, the number of updates."""
-    # A copy each: AdamW counts in place, and one tensor for all would count a step once for every parameter.
+    """Set a parameter's moments and, if the optimizer counts them, its number of updates."""
+    # A copy each: AdamW counts in place, and a shared tensor would count a step once per parameter.
     count = {} if updates is None else {"step": updates.to(parameter.device, torch.float32, copy=True)}
     optimizer.state[parameter] = {**count, **moments}
 
 
 def updates_counted(optimizer: RunOptimizer) -> Tensor | None:
-    """AdamW's number of updates done, shape []; None where this rank has no weight that AdamW updates."""
+    """AdamW's number of updates so far, shape []; None if AdamW updates no weight of this rank."""
     return next((state["step"] for state in optimizer.state.values() if "step" in state), None)
 
 
@@ -132,10 +132,10 @@ def owned_squares(units: Sequence[OptimizerUnit], *, like: Tensor) -> Tensor:
 
 
 def update(optimizer: RunOptimizer, units: Sequence[OptimizerUnit], *, factor: Tensor, norm: Tensor) -> None:
-    """Take one optimizer step with the gradients times `factor`; it is skipped where the norm is not finite. The
-    `.grad` tensors hold the scaled gradients afterwards.
+    """Take one optimizer step with the gradients times `factor`; it is skipped if the norm is not finite. The `.grad`
+    tensors contain the scaled gradients afterwards.
 
-    A fused optimizer reads every gradient anyway and divides it on the way: in float32 that saves a pass through
+    A fused optimizer reads every gradient anyway and divides it on the way, which in float32 saves a pass through
     memory. Its divisor is a float32, so exact runs in float64 multiply beforehand. Every rank must call it.
     """
     gradients = [unit.parameter.grad for unit in units if unit.parameter.grad is not None]

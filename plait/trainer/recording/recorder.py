@@ -50,10 +50,10 @@ class _Marked:
 
 
 class StepRecorder:
-    """What a rank did in some steps, as its WATCH says.
+    """A rank's recorded activity in some steps, as its WATCH describes it.
 
-    On a GPU all marks are events in its streams, which are not waited for before `read`. On a processor only the thread
-    that takes the steps is recorded: others, such as the one that saves, work beside it.
+    On a GPU all marks are events in its streams, which are not waited for before `read`. On a CPU only the thread that
+    takes the steps is recorded: others, such as the one that saves, work concurrently.
     """
 
     def __init__(self, device: torch.device) -> None:
