@@ -305,7 +305,7 @@ def replan(
     show(0, 0, PLANNING)
     outline = draft(config, corpus_facts(corpus), resources, recipe_hash=key, begun=begun)
     plan = _on_machine(begun, outline.plan)
-    again = plan.step_s is not None and site.probe is None  # over several hosts a probe has told how long steps take
+    again = plan.step_s is not None and site.probe is None  # over several hosts a probe has timed the steps
     best = choose(timer.layouts(plan, outline.layouts, "seconds" if again else "order"))
     if sentence := timer.sentence:
         say(f"         · {sentence}")

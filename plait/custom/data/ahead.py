@@ -186,7 +186,7 @@ def _make_all(makers: Iterator[MakeBatch | None], ready: queue.Queue[tuple[str, 
             if make is not None and not _put(ready, ("batch", make(unseeded)), over):
                 return
         _put(ready, ("end", None), over)
-    except BaseException as error:  # told to whoever waits
+    except BaseException as error:  # raised where the result is awaited
         _put(ready, ("raised", error), over)
 
 
