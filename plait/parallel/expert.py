@@ -148,7 +148,7 @@ class _UnderWay:
 
     def wait(self) -> Tensor:
         """The rows for this rank, once they have arrived and its own have left."""
-        assert self._held is not None, "rows that nobody sent"
+        assert self._held is not None, "rows that no rank sent"
         work, _, arrived_sd, begun = self._held
         self._held = None
         with WATCH.wait("expert tokens", begun):

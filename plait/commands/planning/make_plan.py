@@ -194,7 +194,7 @@ def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: W
 
 def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
     """An earlier plan, or None if several hosts were probed again since then; and the survey with that probe's result,
-    so that nobody repeats it.
+    so that it is not repeated.
 
     The plan's key tells machines apart, but only a probe tells the links between them apart.
     """

@@ -191,7 +191,7 @@ def _make_all(makers: Iterator[MakeBatch | None], ready: queue.Queue[tuple[str, 
 
 
 def _put(ready: queue.Queue[tuple[str, Any]], item: tuple[str, Any], over: threading.Event) -> bool:
-    """Wait for room; False once nobody wants more."""
+    """Wait for room; False once no more is wanted."""
     while not over.is_set():
         try:
             ready.put(item, timeout=0.2)
