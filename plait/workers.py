@@ -295,7 +295,7 @@ class TorchrunWorkers:
         return JobResult(stopped_by=stopped, wall_s=time.monotonic() - began)
 
     def copied_steps(self, lineage: int) -> tuple[()]:
-        """None: nobody outlives the ranks."""
+        """None: no process outlives the ranks."""
         return ()
 
     def copies(self, lineage: int) -> CopiesByStep:

@@ -15,7 +15,7 @@ Place = str | Path | None
 
 @dataclass(frozen=True, slots=True)
 class WorkingFolder:
-    """The folder that a command's runs and its cache lie in; the current one where nobody names another."""
+    """The folder with a command's runs and cache; the current one by default."""
 
     path: Path = Path()
 

@@ -84,7 +84,7 @@ def compare_step(step: CheckedStep, *, tolerance: float, after_clipping: bool = 
     units = _readings(step)
     sources = {micro.source for micro in step.micros}
     # Backward at two lines: two losses that are added, or the halves of an unrolled loop.
-    readings = [step, replace(step, micros=_as_of_one_site(step.micros))] if len(sources) > 1 else [step]
+    readings = [step, replace(step, micros=_as_one_loss(step.micros))] if len(sources) > 1 else [step]
     results = [_compare_in(reading, unit, tolerance, after_clipping) for reading in readings for unit in units]
     return min(results, key=_complexity)
 
@@ -133,7 +133,7 @@ def weights_of_loss(step: CheckedStep, *, tolerance: float) -> Mapping[str, floa
     involves the number of ranks varies in all of them.
     """
     found: dict[str, float] = {}
-    merged = replace(step, micros=_as_of_one_site(step.micros))
+    merged = replace(step, micros=_as_one_loss(step.micros))
     for name, reading in (("", step), ("as one loss, ", merged)):
         for unit in _readings(step):
             comparisons = _compare_in(reading, unit, tolerance, after_clipping=False).comparisons
@@ -145,7 +145,7 @@ def weights_of_loss(step: CheckedStep, *, tolerance: float) -> Mapping[str, floa
     return found
 
 
-def _as_of_one_site(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+def _as_one_loss(micros: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Micro-batches as if they had one loss, regardless of the lines that call backward."""
     places: dict[int, int] = {}
     merged = []

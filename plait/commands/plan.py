@@ -45,7 +45,7 @@ from plait.workers import worker_pool
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 OTHERS_LISTED = 10
-"""Number of other layouts in a report where nobody asks for another number."""
+"""Default number of other layouts in a report."""
 WHY_HINT = "--why gives the reasons, the other layouts, and what would change the choice"
 
 

@@ -63,13 +63,13 @@ class Workers:
             return _nothing_to_compare
         self.order.end()
         code = get_args(SharedCall).index(call)
-        told = torch.tensor([code, code**2, number, number**2], dtype=torch.float64)
-        work = dist.all_reduce(told, group=self.connections, async_op=True)
+        header = torch.tensor([code, code**2, number, number**2], dtype=torch.float64)
+        work = dist.all_reduce(header, group=self.connections, async_op=True)
         assert work is not None
 
         def compare() -> None:
             work.wait()
-            codes, squares, numbers, number_squares = told.tolist()
+            codes, squares, numbers, number_squares = header.tolist()
             if (codes, squares) != (code * self.size, code**2 * self.size):
                 other = _other_call(code, codes, squares, self.size)
                 raise PlaitError(

@@ -76,11 +76,11 @@ class _Header:
 
     def __init__(self, names: list[str], number: int, numbers: int, rank: int, workers: int) -> None:
         self._names, self._own, self._rank, self._before = names, (number, numbers), rank, (rank - 1) % workers
-        self._found, told = torch.zeros(2, dtype=torch.int64), torch.tensor([number, numbers])
+        self._found, header = torch.zeros(2, dtype=torch.int64), torch.tensor([number, numbers])
         received = dist.irecv(self._found, src=self._before, tag=HEADER_TAG)
-        sent = dist.isend(told, dst=(rank + 1) % workers, tag=HEADER_TAG)
+        sent = dist.isend(header, dst=(rank + 1) % workers, tag=HEADER_TAG)
         assert received is not None and sent is not None
-        self._received, self.sent, self._told, self._compared = received, sent, told, False
+        self._received, self.sent, self._header, self._compared = received, sent, header, False
 
     def compare(self) -> None:
         """Wait for the previous worker's header; raises PlaitError where it is another one."""

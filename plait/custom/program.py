@@ -110,7 +110,7 @@ class Program:
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
-        """Buffers that are changed, or assigned anew, within the block are put back after it."""
+        """Buffers that are changed or reassigned within the block are restored after it."""
         modules = [module for model in self.models for module in model.modules()]
         kept = [
             (module, name, buffer, buffer.clone())

@@ -24,7 +24,7 @@ SUM_TAG, SPREAD_TAG, HEADER_TAG = 0, 1, 2
 
 
 MessageBegin = Callable[[int], tuple[int, Callable[[], None]]]
-"""Called when a message of so many numbers begins; returns its tag, and what is to be called before the message is
+"""Called when a message of this many numbers begins; returns its tag, and what is to be called before the message is
 waited for."""
 
 

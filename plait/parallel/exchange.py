@@ -35,8 +35,8 @@ def gather_tensors(own: Tensor, world: Communicator) -> list[Tensor]:
     """Every rank's tensor, in rank order, whatever shape and element type each has. Every rank must call it; blocks."""
     if world.size == 1:
         return [own]
-    told = gather_json([str(own.dtype).removeprefix("torch."), list(own.shape)], world)
-    kinds = [(TENSOR_DTYPES[dtype], torch.Size(shape)) for dtype, shape in told]
+    described = gather_json([str(own.dtype).removeprefix("torch."), list(own.shape)], world)
+    kinds = [(TENSOR_DTYPES[dtype], torch.Size(shape)) for dtype, shape in described]
     sizes = [dtype.itemsize * shape.numel() for dtype, shape in kinds]
     room = torch.zeros(max(sizes), dtype=torch.uint8, device=own.device)  # not every library gathers every element type
     room[: own.nbytes] = own.detach().contiguous().view(-1).view(torch.uint8)
@@ -61,16 +61,16 @@ def sum_of_bits(own: Tensor, world: Communicator) -> Tensor:
 
 def first_ones(make: Callable[[], Any], world: Communicator) -> Any:
     """Rank 0's result, as JSON, on all ranks; a PlaitError that it raises is raised by all. Blocks."""
-    told: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     if world.index == 0:
         try:
-            told = {"value": make()}
+            outcome = {"value": make()}
         except PlaitError as error:
-            told = {"error": str(error)}
-    told = gather_json(told, world)[0]
-    if "error" in told:
-        raise PlaitError(told["error"])
-    return told["value"]
+            outcome = {"error": str(error)}
+    outcome = gather_json(outcome, world)[0]
+    if "error" in outcome:
+        raise PlaitError(outcome["error"])
+    return outcome["value"]
 
 
 def agree_on_any(world: Communicator, own: bool) -> bool:

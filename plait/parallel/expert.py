@@ -93,7 +93,8 @@ class ExpertExchange:
         # They stand by sender, and within a sender by expert.
         lengths = torch.tensor([count for some in arriving for count in some], device=rows_rd.device)
         experts = torch.arange(own, device=rows_rd.device).repeat(len(arriving))
-        experts_s = experts.repeat_interleave(lengths, output_size=len(arrived_sd))  # told, lest the host asks the GPU
+        # The size is given, so that the host need not wait for the GPU.
+        experts_s = experts.repeat_interleave(lengths, output_size=len(arrived_sd))
         order = order_by_expert(experts_s.unsqueeze(1), own)
         results_sd = from_experts(run_held(to_experts(arrived_sd, order), order.counts), order).squeeze(1)
         under_way = _UnderWay()
@@ -147,7 +148,7 @@ class _UnderWay:
 
     def wait(self) -> Tensor:
         """The rows for this rank, once they have arrived and its own have left."""
-        assert self._held is not None, "rows that nobody sent"
+        assert self._held is not None, "rows that no rank sent"
         work, _, arrived_sd, begun = self._held
         self._held = None
         with WATCH.wait("expert tokens", begun):

@@ -31,7 +31,7 @@ _AXES_OF_COLLECTIVES = ("shard", "tensor", "context")
 
 
 class LocalGroup(dist.ProcessGroup):
-    """The group of one rank: there is nobody to talk to, so it has neither threads nor collectives."""
+    """The group of one rank: there are no peers, so it has neither threads nor collectives."""
 
     def __init__(self, *_: object) -> None:
         super().__init__(0, 1)  # pyright: ignore[reportCallIssue]

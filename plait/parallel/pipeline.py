@@ -339,7 +339,7 @@ def keep_at_one_end(sharded: ShardedModel, mesh: DeviceMesh, execution: Executio
 
 
 def is_kept_at_one_end(execution: Execution) -> bool:
-    """Whether there is a tied weight at both ends of a pipeline that learns, on processors, and nobody else holds it.
+    """Whether there is a tied weight at both ends of a pipeline that learns, on CPUs, without other copies.
 
     A GPU's links are fast, and where there are more copies, or heads in the middle, one sum for all of them is simpler.
     """

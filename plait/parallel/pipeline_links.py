@@ -56,7 +56,7 @@ class StageLinks:
         self._receives: dict[Action, tuple[dist.Work, Tensor]] = {}
         for tag, action in enumerate(order):
             towards = receiving_stage(action, stages)
-            assert towards is not None, f"nobody waits for {action}"
+            assert towards is not None, f"no rank waits for {action}"
             source, target = action.stage % ranks, towards % ranks
             if self._rank in (source, target):
                 self._tags[action] = tag

@@ -219,7 +219,7 @@ def _begun(work: dist.Work | None) -> dist.Work:
 
 # Where transfers that follow each other wait: beside a rank's arithmetic, never inside it.
 #
-# Note [waits beside the arithmetic]: a bucket's second transfer needs the result of its first. On a GPU nobody blocks,
+# Note [waits beside the arithmetic]: a bucket's second transfer needs the result of its first. On a GPU nothing blocks,
 # but the stream on which such a wait is called does nothing until the transfer is over. Called on the stream of the
 # backward pass it would stop the arithmetic that is to hide the transfer. So transfers are begun and waited for on a
 # stream of their own, which follows the arithmetic by events, and the arithmetic follows it once, at the end of the

@@ -120,7 +120,7 @@ class _EmbeddingStep:
             self._going[micro] = self._ends.send(values, GRADIENTS + micro), values
 
     def finish(self) -> None:
-        assert not self._coming, "rows that nobody looked up"
+        assert not self._coming, "rows that were not looked up"
         with WATCH.wait("tied embedding"):
             for work, _ in self._going.values():
                 self._wait(work)

@@ -23,7 +23,7 @@ class Incident:
 
     `step` is the last that was reported, `resumed_from` that of the checkpoint, or of the copies in memory, that the
     run stands at now: the steps between were lost, and `lost_s` were spent on them. `rank`, `host` and `device` are
-    None where they are unknown or nobody's.
+    None where they are unknown or there are none.
     """
 
     generation: int

@@ -30,7 +30,7 @@ class Receipt:
 
     `mfu` counts the whole attention matrix as work, `mfu_causal` only the half that a causal model needs. What was
     predicted is the plan's forecast from before the first step; cost and energy are those of the devices alone, at
-    public prices and full board power, and None where nobody publishes them.
+    public prices and full board power, and None where they are not published.
     """
 
     steps: int

@@ -4,7 +4,7 @@ Note [how a straggler is found]: all values are of one step; "now" is the median
 up to 100 that are older than 14 steps, s the standard deviation of those (from their median absolute deviation).
 1. device: x = log(compute seconds per sequence) of a rank, and y = x less the median x of the ranks on other hosts.
    Suspected while x and y are both above usual by more than log 1.25 and 3 s: slower than it was *and* than the others
-   are, so that what slows down everybody, or a peer that gets faster, accuses nobody.
+   are, so that a slowdown of all ranks, or a peer that gets faster, accuses no rank.
 2. data: the seconds that a rank waits for its samples, above usual by more than 0.15 usual steps and 3 s, while x is
    not. A prefetched step costs no wait, so this is what training really lost.
 3. link: w = the least wait of all ranks. Whoever comes last to a sum waits for the messages alone, so that w does not

@@ -10,7 +10,7 @@ from plait.units import compared_text, plain_number
 
 FindingKind = Literal["device", "link", "data"]
 Shares = Literal["balanced", "fixed", "least", "recut", "uncut", "stages", "same"]
-"""Whether the run moves shares of the batch itself, could do so, or cannot, since nobody has less than one sequence;
+"""Whether the run moves shares of the batch itself, could do so, or cannot, since each rank has at least one sequence;
 whether, where all ranks work on the same ones, it moves layers between a pipeline's stages, could do so, or cannot; or
 whether there are no stages either."""
 

@@ -11,7 +11,7 @@ TICK_S = 1.0
 
 @contextmanager
 def ticking(look: Callable[[], None], every_s: float = TICK_S) -> Iterator[None]:
-    """While the block lasts, call `look` every so many seconds."""
+    """Call `look` at regular intervals while the block runs."""
     over = Event()
 
     def run() -> None:

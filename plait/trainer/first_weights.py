@@ -40,7 +40,7 @@ def fill_first_weights(sharded: ShardedModel, plan: Plan, seed: int, *, which: W
     shape = plan.job.shape
     quantized = [one for one in held if is_quantized(one.name, shape)]
     held = [one for one in held if not is_quantized(one.name, shape)]
-    if not plan.job.base:  # an adapter of a model that nobody trained is there to be proven
+    if not plan.job.base:  # an adapter of an untrained model serves only for proofs
         initialize_weights(held, shape, seed, "changed")
         _fill_quantized(quantized, sharded, shape, lambda name: first_value(name, shape, seed, "changed"))
         return

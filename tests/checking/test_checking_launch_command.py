@@ -51,7 +51,7 @@ def test_variables_before_a_command_and_precision_reach_the_program() -> None:
         ("torchrun --nnodes 4 train.py", "one machine"),
         ("srun python train.py", "Slurm"),
         ("python -c pass", "write the program to a file"),
-        ("accelerate launch --use_deepspeed train.py", "not covered"),
+        ("accelerate launch --use_deepspeed train.py", "not supported"),
         ("./run.sh", "does not know the launcher ./run.sh"),
     ],
 )

@@ -119,7 +119,7 @@ DISRUPTED = {
             pod(0, "Failed", reason="Evicted", message="The node was low on resource: ephemeral-storage."),
             "was evicted (The node was low on resource: ephemeral-storage); it restarts by itself and continues",
         ),
-        (pod(0, "Failed", conditions=[DISRUPTED], **ended(143)), "was taken away (Preempted by x); it starts again"),
+        (pod(0, "Failed", conditions=[DISRUPTED], **ended(143)), "was taken away (Preempted by x); it restarts"),
         (pod(0, "Unknown"), "is Unknown: see kubectl get pods"),
     ],
 )

@@ -76,7 +76,7 @@ def test_a_host_that_takes_its_own_name_for_loopback_leads_where_others_reach_it
     assert screen.lines[0].startswith("address  10.0.0.5: node-1 means 127.0.1.1 here, by which no other host")
     del own["10.0.0.5"]
     monkeypatch.setattr(node.socket.socket, "connect", unreachable)
-    with pytest.raises(PlaitError, match=r"this host has no other; have the name mean the address"):
+    with pytest.raises(PlaitError, match=r"this host has no other; let the name resolve to the address"):
         node.own_address("node-1", screen)
 
 

@@ -35,10 +35,10 @@ def test_what_cannot_be_recorded_here_is_a_sentence(tmp_path: Path) -> None:
     working = WorkingFolder(tmp_path)
     hosts = tuple(HostShare(name=name, workers=1, threads=1) for name in "ab")
     several = written_run(working, "several", layout=Layout(replicate=2), hosts=hosts)
-    with pytest.raises(PlaitError, match="laid out over several machines, so it records its steps itself"):
+    with pytest.raises(PlaitError, match="this run uses several machines, so it must record its steps itself"):
         record_from_checkpoint(several, 3, ignore_progress, working)
     gpus = written_run(working, "gpus", layout=Layout(replicate=64), batch_sequences=64, device="cuda")
-    with pytest.raises(PlaitError, match=r"takes 64 GPUs and torch sees \d+ here"):
+    with pytest.raises(PlaitError, match=r"takes 64 GPUs but torch sees \d+ here"):
         record_from_checkpoint(gpus, 3, ignore_progress, working)
     without_text = written_run(working, "without-text")
     with pytest.raises(PlaitError):

@@ -225,8 +225,8 @@ def test_parts_that_fit_together_pass(tmp_path: Path) -> None:
     [
         ("3,0", "own", WEIGHT[3:] + 1e-8, ""),
         ("3,0", "own", WEIGHT[3:] * torch.nan, ""),
-        ("3,0", "copy", WEIGHT[3:], "nobody answers"),
-        ("2,0", "own", WEIGHT[2:], "2 ranks answer"),
+        ("3,0", "copy", WEIGHT[3:], "no rank owns"),
+        ("2,0", "own", WEIGHT[2:], "2 ranks own"),
     ],
 )
 def test_what_is_off_missing_or_counted_twice_fails(

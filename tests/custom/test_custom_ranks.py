@@ -78,7 +78,7 @@ def test_an_embedding_that_shortens_its_rows_is_refused(server: RanksOf) -> None
 
 @pytest.mark.parametrize("after", few_fast([0, 20], 0))
 def test_a_weight_that_one_rank_changes_alone_is_told(server: RanksOf, after: int) -> None:
-    with pytest.raises(PlaitError, match=r"layers\.1\.1\.weight is not the same on all workers any more"):
+    with pytest.raises(PlaitError, match=r"layers\.1\.1\.weight is no longer the same on all workers"):
         told_by(server, "drift_apart", 2, after=after)
 
 

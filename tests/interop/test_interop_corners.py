@@ -164,7 +164,7 @@ def test_an_expression_of_nested_quantifiers_ends(key: str, tmp_path: Path) -> N
     folder = written(tmp_path / "adapter", base, random_adapter(base))
     config(alpha_pattern={key: 9})(folder)
     began = time.process_time()
-    with pytest.raises(PlaitError, match=r"alpha_pattern in .* has a key that takes more than 2 s.*write the modules'"):
+    with pytest.raises(PlaitError, match=r"alpha_pattern in .* has a key that takes more than 2 s.*write module names"):
         read_adapter(folder, base.family, base.shape)
     assert time.process_time() - began < 2  # of this process, which only waits
 

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Break, str]] = {
     "an odd number": (config(num_hidden_layers=2.5), "num_hidden_layers in config.json is 2.5"),
     "an activation": (config(hidden_act="gelu"), "hidden_act in config.json is 'gelu', and plait computes silu"),
     "a type of positions": (config(rope_scaling={"rope_type": "longrope", "factor": 2.0}), "'longrope'"),
-    "a part of a head": (config(partial_rotary_factor=0.5), "turns 0.5 of each head"),
+    "a part of a head": (config(partial_rotary_factor=0.5), "rotates 0.5 of each head"),
     "two types of positions": (
         config(rope_theta=1e4, rope_scaling={"type": "linear", "factor": 2.0}),
         "rope_parameters and rope_scaling in config.json disagree: rope_type is 'default' in one and 'linear'",

@@ -101,10 +101,10 @@ def values_of(family: str, seed: int = 0, **changes: Any) -> dict[str, Any]:
     [
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping in config.json is 30.0"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping in config.json is 50.0"),
-        ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "a table for each of these two"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "tables for these two only"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention in config.json is True"),
         ("olmo2", {"residual_multiplier": 0.5}, "residual_multiplier .* models of the family olmo2 have no such part"),
-        ("olmo3", {"rope_parameters": None, "rope_theta": 10_000.0}, "transformers 5 takes 500000 for layers with a"),
+        ("olmo3", {"rope_parameters": None, "rope_theta": 10_000.0}, "transformers 5 uses 500000 for layers with a"),
         ("phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0]}}, "disagree|factors"),
         (
             "phi3",

@@ -109,7 +109,7 @@ def test_frozen_products_cost_two_thirds() -> None:
     ("values", "sentence"),
     [
         ({"rank": 0}, "rank is 0; choose a whole number of at least 1"),
-        ({"rank": 17}, "rank 17 .* layer attention.k, whose smaller side is 16; choose a rank of at most 16"),
+        ({"rank": 17}, "rank 17 .* layer attention.k allows: its smaller side is 16; choose a rank of at most 16"),
         ({"alpha": float("nan")}, "alpha is nan; choose a number above 0"),
         ({"targets": ()}, "needs linear layers to adapt, each named once"),
         ({"targets": ("attention.q", "attention.q")}, "each named once"),

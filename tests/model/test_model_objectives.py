@@ -71,7 +71,7 @@ def test_what_cannot_be_is_one_sentence(keys: dict[str, Any], sentence: str) -> 
 def test_a_model_of_one_layer_and_one_with_an_adapter_are_refused() -> None:
     with pytest.raises(PlaitError, match="no layer in the middle"):
         replace(PLAIN, layers=1, objectives=objectives_of_keys({"auxiliary_heads": [1]}))
-    with pytest.raises(PlaitError, match="adapters beside"):
+    with pytest.raises(PlaitError, match="adapters with"):
         replace(BOTH, adapter=AdapterShape(rank=2, alpha=2.0, targets=("attention.q",)))
 
 

@@ -222,7 +222,7 @@ def measured_plan(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
 
 def test_several_clusters_and_a_measurement_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text('[data]\nfiles = "text.txt"\n')
-    with pytest.raises(PlaitError, match="name a single --cluster") as caught:
+    with pytest.raises(PlaitError, match="give a single --cluster") as caught:
         plan(tmp_path / "recipe.toml", [], clusters=["8xH100", "8x4090"], top=0, json_file=None, measured="412ms",
              screen=TerminalScreen(Console()))  # fmt: skip
     assert caught.value.exit_code == 2

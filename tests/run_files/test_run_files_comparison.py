@@ -57,7 +57,7 @@ def test_without_other_seeds_the_noise_is_said_to_be_unknown(here: WorkingFolder
     assert found.loss and found.loss.losses == (1.52, 1.48) and found.loss.seeds is None and found.better == "high"
     assert "loss     1.5200 and 1.4800 nats per byte held out, after 102K tokens" in text
     assert "high is lower by 0.04 (2.6%)" in text
-    assert "not known, no run here differs from one of these by its seed alone" in text
+    assert "unknown, since no run here differs from one of these only by seed" in text
     assert "plait train runs/low/recipe.toml run.name=low-seed2 run.seed=2" in text
     assert "'train.budget=100 steps'" in text and "optimizer.lr=0.001" in text, "a budget of time would be another run"
     assert "explained by optimizer.lr, the only differing setting that changes the result of training" in text
@@ -135,7 +135,7 @@ def test_a_layout_explains_speed_and_not_loss(here: WorkingFolder) -> None:
     found, text = compared("one", "two"), text_of("one", "two")
     assert found.speed and found.speed.tokens_per_s == pytest.approx((12800, 20480))
     assert "two is 60% faster" in text and "explained by placement.layout.replicate" in text
-    assert found.explaining("loss") == [] and "what remains is rounding, by layout or kernels" in text
+    assert found.explaining("loss") == [] and "only rounding, from layout or kernels, remains" in text
     assert [one.key for one in found.explaining("speed")] == ["placement.layout.replicate"]
 
 

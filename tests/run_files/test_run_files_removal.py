@@ -189,7 +189,7 @@ def test_one_that_is_gone_meanwhile_and_a_folder_that_cannot_be_renamed(here: Wo
 
 def test_the_command_asks_and_without_a_terminal_needs_yes(here: WorkingFolder) -> None:
     refused = CliRunner().invoke(app, ["remove", "first"])
-    assert isinstance(refused.exception, PlaitError) and "without a terminal write --yes" in str(refused.exception)
+    assert isinstance(refused.exception, PlaitError) and "without a terminal, give --yes" in str(refused.exception)
     assert left() == {"first", "second"}
     done = CliRunner().invoke(app, ["remove", "first", "--yes"])
     assert done.exit_code == 0 and done.output.startswith("removed  runs/first: ")

@@ -178,7 +178,7 @@ def test_runs_of_other_batches_have_no_such_table_and_of_other_texts_no_common_c
     [shared, *_] = run_report([find_run("one"), find_run("two")], CURRENT_FOLDER).sections
     assert "Speed by workers" not in [section.title for section in shared[1]]
     assert not any(section.curves for section in shared[1])
-    assert "do not compare" in markdown_of("one", "two") and "prepared data are gone" in markdown_of("one", "two")
+    assert "cannot be compared" in markdown_of("one", "two") and "prepared data are gone" in markdown_of("one", "two")
 
 
 def test_an_unfinished_run_and_one_without_steps_have_a_report(here: WorkingFolder) -> None:

@@ -24,7 +24,7 @@ from plait.trainer.checkpointing.fits import check_fits
 from plait.working_folder import WorkingFolder
 
 USUAL_SEQUENCE = 2048
-"""Longest text that a model of a folder is prepared for where nobody asks for more: its keys and values take memory."""
+"""Longest text that a model of a folder is prepared for by default: its keys and values take memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
-    """A model with its tokenizer, whose weights nobody has read yet."""
+    """A model with its tokenizer, whose weights have not been read yet."""
 
     stored: StoredModel
     tokenizer: Tokenizer

@@ -113,7 +113,7 @@ class Recovery:
 
     def after_bad_step(self, bad: BadStep, session: Session, start: Start, state: NewestState) -> str:
         """Decide after the workers ended at a step with bad numbers: return the sentence about the new start that the
-        caller makes now from `state`, a checkpoint: nobody looks for bad numbers in copies. Raises RunFailed where
+        caller makes now from `state`, a checkpoint: copies are not checked for bad numbers. Raises RunFailed where
         samples are to be skipped and that cannot be written down."""
         self._failed_at_s = time.monotonic()
         if state.damage is not None:
@@ -136,7 +136,7 @@ class Recovery:
             skipped_last=last,
             judged_after=followed.judged_after,
         )
-        if followed.treatment == "skip":  # without its line nobody could check which samples the steps took
+        if followed.treatment == "skip":  # without its line the samples of the steps could not be checked
             self._require_present()
             try:
                 append_incident(self._folder.incidents, incident)

@@ -99,7 +99,7 @@ def layout_in_words(layout: Layout) -> str:
 
 
 def time_left_text(plan: Plan, steps_done: int) -> str:
-    """About how long the steps that are left take; empty where nobody knows a step's time."""
+    """Rough time of the remaining steps; empty if a step's time is unknown."""
     step_s = plan.step_s or (plan.forecast.step_s if plan.forecast else None)
     return f"about {format_duration((plan.job.steps - steps_done) * step_s)}" if step_s else ""
 

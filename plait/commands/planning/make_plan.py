@@ -194,7 +194,7 @@ def kept_plan(config: RunConfig, corpus: Corpus, site: MachineSurvey, workers: W
 
 def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, MachineSurvey]:
     """An earlier plan, or None if several hosts were probed again since then; and the survey with that probe's result,
-    so that nobody repeats it.
+    so that it is not repeated.
 
     The plan's key tells machines apart, but only a probe tells the links between them apart.
     """
@@ -305,7 +305,7 @@ def replan(
     show(0, 0, PLANNING)
     outline = draft(config, corpus_facts(corpus), resources, recipe_hash=key, begun=begun)
     plan = _on_machine(begun, outline.plan)
-    again = plan.step_s is not None and site.probe is None  # over several hosts a probe has told how long steps take
+    again = plan.step_s is not None and site.probe is None  # over several hosts a probe has timed the steps
     best = choose(timer.layouts(plan, outline.layouts, "seconds" if again else "order"))
     if sentence := timer.sentence:
         say(f"         · {sentence}")

@@ -129,9 +129,9 @@ class ProductLibrary:
         return measure_recorded(counts)
 
 
-def _rates_of(told: Mapping[str, Any]) -> ProductRates:
+def _rates_of(values: Mapping[str, Any]) -> ProductRates:
     try:
-        return ProductRates.from_values(told["rates"][0])
+        return ProductRates.from_values(values["rates"][0])
     except (ValueError, KeyError, IndexError):
         raise PlaitError(
             "a worker reported impossible speeds of matrix products; install the same commit of plait on all hosts"

@@ -186,12 +186,12 @@ def _make_all(makers: Iterator[MakeBatch | None], ready: queue.Queue[tuple[str, 
             if make is not None and not _put(ready, ("batch", make(unseeded)), over):
                 return
         _put(ready, ("end", None), over)
-    except BaseException as error:  # told to whoever waits
+    except BaseException as error:  # raised where the result is awaited
         _put(ready, ("raised", error), over)
 
 
 def _put(ready: queue.Queue[tuple[str, Any]], item: tuple[str, Any], over: threading.Event) -> bool:
-    """Wait for room; False once nobody wants more."""
+    """Wait for room; False once no more is wanted."""
     while not over.is_set():
         try:
             ready.put(item, timeout=0.2)

@@ -34,11 +34,11 @@ def worker_shares_text(
         why = f" ({times_slower_text(slower)})" if slower > ALIKE else ""
         parts.append((share / sum(new), f"{name} {share / sum(new):.1%}{why}"))
     if len(parts) > NAMED:
-        told = f"{max(parts)[1]}, {min(parts)[1]}, and {len(parts) - 2} others between them"
+        listed = f"{max(parts)[1]}, {min(parts)[1]}, and {len(parts) - 2} others between them"
     else:
-        told = ", ".join(text for _, text in parts)
+        listed = ", ".join(text for _, text in parts)
     return (
-        f"shares of each batch follow the measured speeds: {told}; the slowest worker's part of a step goes from "
+        f"shares of each batch follow the measured speeds: {listed}; the slowest worker's part of a step goes from "
         f"{format_duration(before)} to {format_duration(after)}"
     )
 

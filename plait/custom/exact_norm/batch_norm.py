@@ -186,13 +186,13 @@ def _global(layer: _BatchNorm, group: StatisticsGroup) -> GlobalBatchNorm:
 def _whole_batch(input: Tensor, group: StatisticsGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance [channels] and values a channel (0-dim), float64, of all workers' samples."""
     channels, own = input.shape[1], input.detach()
-    told = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
+    statistics = torch.zeros(2 * channels + 1, dtype=torch.float64, device=input.device)
     if own.numel():
         wide = own if own.dtype == torch.float64 else own.float()
         variance, mean = torch.var_mean(wide, _all_but_channels(own), correction=0)
-        told[:channels], told[channels:-1] = mean, variance
-        told[-1] = own.numel() // channels
-    gathered = group.gather(told)
+        statistics[:channels], statistics[channels:-1] = mean, variance
+        statistics[-1] = own.numel() // channels
+    gathered = group.gather(statistics)
     counts, means, variances = gathered[:, -1:], gathered[:, :channels], gathered[:, channels:-1]
     count = counts.sum()
     mean = (counts * means).sum(0) / count.clamp(min=1)

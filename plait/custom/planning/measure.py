@@ -70,7 +70,7 @@ def _measured_alone(program: Program, workers: Workers, share: Any) -> MeasuredL
     whichever is faster."""
     shares = gather_shares(share, workers)
     whole = join_shares(shares)
-    told = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64)
     if workers.rank == 0:
         one = replace(alone(), device=workers.device)
         micros = shares if whole is None else [whole]
@@ -79,11 +79,11 @@ def _measured_alone(program: Program, workers: Workers, share: Any) -> MeasuredL
                 own_s, taken = _time_steps(program, one, "replicate", micros)
                 with _all_threads(workers):
                     step_s, _ = _time_steps(program, one, "replicate", micros)
-            told += torch.tensor([min(own_s, step_s), taken], dtype=torch.float64)
+            sums += torch.tensor([min(own_s, step_s), taken], dtype=torch.float64)
         except (MemoryError, RuntimeError):  # the others wait for these numbers
             if workers.size == 1:
                 raise
-    step_s, taken = workers.sums(told).tolist()
+    step_s, taken = workers.sums(sums).tolist()
     if not step_s:
         return MeasuredLayout(layout="replicate", workers=1, refused="could not take the whole batch")
     return MeasuredLayout(layout="replicate", workers=1, step_s=step_s, bytes_per_worker=taken)

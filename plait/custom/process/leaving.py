@@ -19,7 +19,7 @@ INTERVALS = 4
 PAUSE_S = 0.1
 """For threads that cannot be watched: about a thousand times the time that freeing a message takes."""
 LONGEST_S = 5.0
-"""After that a thread is in a message that nobody answers, which frees nothing."""
+"""After that a thread is in a message that is never answered, which frees nothing."""
 
 
 def wait_for_gloo_threads(tasks: Path = TASKS, pause: Callable[[float], None] = time.sleep) -> None:

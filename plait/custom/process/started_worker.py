@@ -25,12 +25,12 @@ class StartedWorker:
     rendezvous: str
     """As in `parallel.mesh.open_store`."""
     host_gpus: int = 0
-    """GPUs that a scheduler gave all workers of this host together; 0 where nobody says."""
+    """GPUs that a scheduler gave all workers of this host together; 0 if unknown."""
 
 
 def started_worker(environment: Mapping[str, str]) -> StartedWorker | None:
-    """What the environment says; None for a process that nobody started among others. Raises PlaitError for what is no
-    number or no host."""
+    """The worker that the environment describes; None for a process that was not started as one of several. Raises
+    PlaitError for an invalid number or host."""
     if RENDEZVOUS in environment:
         return _by_names(environment, environment[RENDEZVOUS])
     if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):

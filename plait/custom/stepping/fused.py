@@ -33,7 +33,7 @@ def fused_text(optimizers: Sequence[str]) -> str:
 
 
 def _leaves_it_open(optimizer: Optimizer) -> bool:
-    """Whether nobody has chosen an implementation, by an option or by steps taken already."""
+    """Whether no implementation was chosen, by an option or by steps taken already."""
     if type(optimizer) not in FUSED or optimizer.state:
         return False
     groups = optimizer.param_groups

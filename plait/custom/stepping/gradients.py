@@ -91,14 +91,14 @@ def sum_gradients(
     workers.order.end()
     place.agree()
     on_processor = own.sums.device.type == "cpu"
-    told = workers.sums(torch.cat([reached, own.sums]) if on_processor else reached)
-    reach_counts = told[:parameters].tolist()
+    all_sums = workers.sums(torch.cat([reached, own.sums]) if on_processor else reached)
+    reach_counts = all_sums[:parameters].tolist()
     strands.check_reached(index, reach_counts)
     by_anybody = tuple(count > 0 for count in reach_counts)
     with WATCH.work("gradients"):
         strands.close(index, by_anybody)
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
-    summed = told[parameters:] if on_processor else workers.sums(own.sums)
+    summed = all_sums[parameters:] if on_processor else workers.sums(own.sums)
     losses, counts, undivided = summed.split([(len(summed) - 1) // 2, (len(summed) - 1) // 2, 1])
     divisor = torch.where(undivided[0] > 0, torch.ones_like(own.divisor), own.divisor)  # of a worker without examples
     rest = divisor / divisor_of(counts[0])

@@ -121,8 +121,8 @@ def _first_call(proof: FailedProof, workers: Workers) -> LayerCall | None:
     unlike = len({int(one) for one in counts}) > 1 or not alone or repeats * len(alone) != len(spread)
     if unlike or (repeats > 1 and len(proof.program.losses) > 1):
         return None
-    told = torch.tensor([[c.numbers, c.total, c.absolute] for c in spread], dtype=torch.float64).view(repeats, -1, 3)
-    summed = workers.sums(told.sum(0))
+    totals = torch.tensor([[c.numbers, c.total, c.absolute] for c in spread], dtype=torch.float64).view(repeats, -1, 3)
+    summed = workers.sums(totals.sum(0))
     copies = workers.size * repeats
     for call, (numbers, total, absolute) in zip(alone, summed.tolist(), strict=True):
         times = copies if numbers == copies * call.numbers and numbers != call.numbers else 1

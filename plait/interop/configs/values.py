@@ -44,9 +44,5 @@ def require(values: ConfigValues, key: str, known: tuple[object, ...]) -> None:
     value = values.get(key, known[0])
     if not any(type(value) is type(one) and value == one for one in known):
         named = " or ".join(str(one) for one in known if one is not None)
-        fix = (
-            f"but plait supports only {named}; use such a model"
-            if named
-            else "which plait does not support; use another model"
-        )
+        fix = f"and plait computes {named}; use such a model" if named else "and plait computes no model with it"
         raise PlaitError(f"{key} in config.json is {values[key]!r:.40}, {fix}")

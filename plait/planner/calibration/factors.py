@@ -6,7 +6,7 @@ bubble) and the optimizer go with computing. A clock cannot tell a rank's comput
 its group; where that waiting is a large share, a run teaches nothing. An observation is measured / predicted *before*
 any factor, so that observations of several runs agree however many were known when each was planned.
 
-Note [steps that were timed before the run] Formulas may be far off on a processor that nobody compared them with, and a
+Note [steps that were timed before the run] Formulas may be far off on a CPU that they were never compared with, and a
 layout whose real steps were timed a moment ago needs no formulas: all items are scaled to the timed step. Where a
 probe's times are the basis they stay: the probe timed computing and messages one by one, and a whole step does not tell
 which of them is off.

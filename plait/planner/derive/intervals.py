@@ -19,7 +19,7 @@ DEFAULT_BALANCE_EVERY_STEPS = 50
 EVALUATIONS_AT_MOST = 10
 """Most evaluations of a run whose recipe names no interval, however often it is continued, but for those at the end."""
 CHECKPOINT_COST_SHARE = 0.02
-"""Largest share of the time that goes to saving, and to copies in memory, where nobody asked for an interval."""
+"""Largest share of the time for saving, and for copies in memory, by default."""
 
 
 def with_raised_budget(config: RunConfig, plan: Plan) -> Plan:

@@ -14,7 +14,7 @@ from plait.units import NEVER, Every, counted, format_bytes, format_duration
 COPIES = 3
 """The newest whole one, the one that is made next, and one that is being saved."""
 COST_SHARE = 0.02
-"""Largest share of the time that copies and saving may take together where nobody asked for an interval."""
+"""Largest share of the time that copies and saving may take together by default."""
 COPIES_SHARE = 0.01
 """The part of it that is left for copies where saving takes its own."""
 COPY_RATE = constant("state_copy_rate")
@@ -62,7 +62,7 @@ def copy_bytes(plan: Plan, hosts: int) -> int:
 
 
 def why_none(plan: Plan, hosts: int, nbytes: int) -> str:
-    """Why a worker's copies of this many bytes do not fit its host's memory; empty where they do, or nobody knows.
+    """Why a worker's copies of this many bytes do not fit its host's memory; empty if they do, or if that is unknown.
 
     GPUs' hosts are not known to a plan: there the workers look when the first copy is due."""
     memory = plan.machines.fingerprint.get("memory_bytes")

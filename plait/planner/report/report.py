@@ -406,6 +406,6 @@ def _run_totals(found: Search, job: TrainingJob) -> PlannedTotals:
 
 
 def _names(found: Search, lacking: Literal["watts", "price_per_hour"]) -> str:
-    """The kinds of devices of which nobody knows a figure."""
+    """The kinds of devices without a published figure."""
     devices = [island.device for island in found.cluster.islands]
     return " and ".join(dict.fromkeys(device.name for device in devices if getattr(device, lacking) is None))

@@ -176,7 +176,7 @@ def with_better_first_host(found: Search) -> Search | None:
 
 
 def may_reorder_hosts(constraints: Constraints) -> bool:
-    """Whether nobody named shares or stages, which are for the hosts in the given order."""
+    """Whether no shares or stages are given, which apply to the hosts in the given order."""
     return not (constraints.shares or constraints.stage_layers)
 
 

@@ -15,7 +15,7 @@ COPY_COST_SHARE = 0.01
 """Share of the time that copies may always take; of `Every.cost_share` they get what saving leaves, where that is
 more."""
 FIRST_AFTER_STEPS = 2
-"""Steps before the first copy, whose cost nobody knows yet: the first of them is no measure of a step."""
+"""Steps before the first copy, whose cost is still unknown: the first of them is no measure of a step."""
 _MEASURES = 9
 
 
