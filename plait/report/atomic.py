@@ -46,9 +46,8 @@ def replace_files(
 
 
 def append_line(path: Path, text: str) -> None:
-    """Add one line to a file of lines, and wait until the disk has it. What a writer that was killed, or a full disk,
-    left of a line before is cut off first: the line that follows it would be unreadable. Raises OSError, with the file as
-    it was."""
+    """Add one line to a file of lines, and wait until the disk has it. A line that a killed writer or a full disk left
+    incomplete is cut off first: the line after it would be unreadable. Raises OSError, with the file as it was."""
     descriptor = follow_no_link(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         end, data = _end_of_last_line(descriptor), memoryview(text.encode() + b"\n")

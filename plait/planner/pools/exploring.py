@@ -22,8 +22,9 @@ PriceSelection = Callable[[DeviceCounts], Sequence[PoolChoice]]
 
 PRICED_WHOLE = 40
 """A pool with at most this many selections is priced completely."""
-CLIMBS = 3
-"""The search continues from the best selection of this many groups of kinds."""
+CLIMBS, CLIMBS_WITHIN = 3, 2.0
+"""The search continues from the best selection of this many groups of kinds, if it is at most so many times worse than
+the best of all: a pool's slowest devices, or zones behind slow links, need many moves, each with a layout to search."""
 MOST_ENTRIES_PAIRED = 3
 """In a pool of at most this many entries, neighbours may differ in two of them."""
 KINDS_TOGETHER = 4
@@ -49,8 +50,11 @@ def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims
                         explored.add(counts)
                     else:
                         explored.add_if_promising(counts)
-        for start in explored.best_of_groups(pool)[:CLIMBS]:
-            _climb(pool, explored, start)
+        starts = explored.best_of_groups(pool)[:CLIMBS]
+        for start in starts:
+            short, value = explored.rank(starts[0])
+            if short or explored.rank(start) <= (short, CLIMBS_WITHIN * value):
+                _climb(pool, explored, start)
     choices = explored.choices
     if not choices:
         raise PlaitError(
