@@ -189,7 +189,7 @@ def test_a_copy_inside_of_the_folder_is_not_copied_again(tmp_path: Path) -> None
         copy_working_folder(tmp_path, tmp_path / "train.py" / "copy")
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(65, 6), (2, 3)])
+@pytest.mark.parametrize(("workers", "steps"), [(65, 6), (2, 3), (0, 6)])
 def test_numbers_that_allow_no_stop_are_refused(workers: int, steps: int, in_folder: Path) -> None:
     (in_folder / "train.py").write_text(RESUMES, encoding="utf-8")
     with pytest.raises(PlaitError, match="choose"):
