@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from plait.errors import PlaitError
@@ -21,8 +21,20 @@ _BYTES_AT_MOST, _FILES_AT_MOST = 4 << 30, 100_000
 def copy_working_folder(folder: Path, target: Path, *, without: Sequence[Path] = ()) -> None:
     """Copy a folder without version control, environments, and the folders in `without`; large files become links.
 
-    Raises PlaitError for a folder that is too large, or has a link to a folder that the program could write into.
+    Raises PlaitError for a folder that is too large, has a file that cannot be read, or a link to a folder that the
+    program could write into.
     """
+    try:
+        _copy(folder, target, {*without, *target.resolve().parents})
+    except OSError as error:
+        why = f"{error.strerror or error}: {error.filename}"
+        raise PlaitError(
+            f"{folder} cannot be copied ({why}), and the program must not write into your own files",
+            "start plait check --resume from a folder that you can read as a whole",
+        ) from None
+
+
+def _copy(folder: Path, target: Path, without: Collection[Path]) -> None:
     size = count = 0
     for place, folders, files in os.walk(folder):
         here = target / Path(place).relative_to(folder)
@@ -39,7 +51,7 @@ def copy_working_folder(folder: Path, target: Path, *, without: Sequence[Path] =
         for name in [*files, *linked]:
             source, copy = Path(place) / name, here / name
             if source.is_dir() or not source.exists():
-                copy.symlink_to(source.resolve())
+                copy.symlink_to(os.path.realpath(source))
                 continue
             if not source.is_file():
                 continue  # a socket or pipe

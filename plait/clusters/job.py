@@ -117,6 +117,8 @@ class Submitted:
     scheduler: Scheduler
     job: str = ""
     """Slurm's number of the job, or the kind of the object in Kubernetes."""
+    is_array: bool = False
+    """Whether Slurm starts it several times, each time as a task with a run of its own."""
     namespace: str = ""
     image: str = ""
     """The image of its pods."""

@@ -253,7 +253,7 @@ def _job_options(job: ClusterJob, options: Mapping[str, str], own: OwnLines) -> 
         f"--signal=USR1@{job.grace_s}  # seconds before the time limit at which all agents receive the signal to save",
         "--requeue  # what was saved goes on when the job starts again",
         "--open-mode=append",
-        "--output=%x-%j.log",
+        f"--output=%x-{'%A_%a' if own.is_array else '%j'}.log",
     ]
 
 
@@ -390,16 +390,13 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
     def send(screen: Screen, working: WorkingFolder) -> None:
         name = job.run
         before = record_if_any(name, working)
-        if before is not None and before.scheduler == "slurm":
-            state = _state(before).partition(" ")[0]
-            if not state.startswith(_ENDED):
-                raise PlaitError(
-                    f"{name} is job {before.job} of Slurm already ({state}); end it first: plait stop {name}"
-                )
+        states = _states(before) if before is not None and before.scheduler == "slurm" else []
+        if before is not None and (left := [state for state in states if not state.startswith(_ENDED)]):
+            state = left[0].partition(" ")[0]
+            raise PlaitError(f"{name} is job {before.job} of Slurm already ({state}); end it first: plait stop {name}")
         said = tool_answer(["sbatch", "--parsable"], stdin=script, about=f"the job {name}")
-        record = Submitted(
-            name=name, label=job.name, scheduler="slurm", job=said.strip().split(";")[0].splitlines()[-1]
-        )
+        number, tasks = said.strip().split(";")[0].splitlines()[-1], own.is_array
+        record = Submitted(name=name, label=job.name, scheduler="slurm", job=number, is_array=tasks)
         keep_record(record, working)
         screen.print(f"sent     {name}: job {record.job} of Slurm, {_state(record)}")
         screen.print(f"         plait status {name}, plait logs {name}, plait stop {name}")
@@ -408,25 +405,40 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
 
 
 def _state(record: Submitted) -> str:
-    """A job's state, with the reason in brackets if it waits; "gone" if Slurm no longer knows it."""
+    """A job's state, or the states of an array's tasks."""
+    return ", ".join(_states(record))
+
+
+def _states(record: Submitted) -> Sequence[str]:
+    """The different states of a job and its tasks, each with the reason in brackets if it waits; "gone" if Slurm no
+    longer knows it."""
     command = ["squeue", "--noheader", "--states", "all", "--job", record.job, "--format", "%T|%r"]
     try:
         said = tool_answer(command, about=f"the job {record.name}").strip()
     except PlaitError as error:
         if "Invalid job id" in str(error):
-            return "gone"
+            return ["gone"]
         raise
-    state, _, reason = said.splitlines()[0].partition("|") if said else ("gone", "", "")
+    return list(dict.fromkeys(map(_state_in_words, said.splitlines()))) or ["gone"]
+
+
+def _state_in_words(line: str) -> str:
+    state, _, reason = line.partition("|")
     why = _REASONS.get(reason.partition(",")[0], reason)
     return f"{state} ({why})" if state == "PENDING" and reason != "None" else state
 
 
 def _log_lines(record: Submitted, working: WorkingFolder) -> Iterator[str]:
-    file = working.path / f"{record.label}-{record.job}.log"
-    if not file.is_file():
+    """The output of a job, or of each task of an array that has printed something, with a line that names its file."""
+    label = f"{record.label}-{record.job}"
+    files = sorted(working.path.glob(f"{label}_*.log")) if record.is_array else [working.path / f"{label}.log"]
+    if not any(file.is_file() for file in files):
         raise PlaitError(f"{record.name} has printed nothing yet: it is {_state(record)}; look again later")
-    with file.open(encoding="utf-8", errors="replace") as text:
-        yield from (line.rstrip("\n") for line in text)
+    for file in files:
+        if record.is_array:
+            yield f"==> {file.name} <=="
+        with file.open(encoding="utf-8", errors="replace") as text:
+            yield from (line.rstrip("\n") for line in text)
 
 
 def _end(record: Submitted) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from plait.clusters.job import ClusterSystem, find_record, record_if_any
+from plait.clusters.job import ClusterSystem, Submitted, find_record, record_if_any
 from plait.clusters.kubernetes import KUBERNETES
 from plait.clusters.request import Scheduler
 from plait.clusters.slurm import SLURM
@@ -36,12 +36,20 @@ def missing_run_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str 
     record, folder = record_if_any(name, working), run_folder(name, working)
     if record is None or folder.has_begun:
         return None
-    numbered = (one.name for one in folder.path.parent.glob(f"{name}-*") if one.name[len(name) + 1 :].isdecimal())
-    if tasks := sorted(numbered):
-        return f"status   each task of its array has a run of its own: plait status {tasks[0]}"
+    if tasks := _tasks_text(record, working):
+        return f"status   {tasks}"
     if SYSTEMS[record.scheduler].copy is not None:
         return f"status   its run is not here; once it has begun to train, plait fetch {name} copies it"
     return f"status   it has not begun to train; plait logs {name} says how far it is, or why it ended"
+
+
+def _tasks_text(record: Submitted, working: WorkingFolder) -> str:
+    """Where the runs of an array's tasks are; "" where none has begun, or it is none."""
+    begun = [one.name for one in run_folder(record.name, working).path.parent.glob(f"{record.name}-*")]
+    numbers = [int(digits) for one in begun if (digits := one[len(record.name) + 1 :]).isdecimal()]
+    if not record.is_array or not numbers:
+        return ""
+    return f"each task of its array has a run of its own: plait status {record.name}-{min(numbers)}"
 
 
 def job_log_lines(name: str, working: WorkingFolder = CURRENT_FOLDER) -> Iterator[str]:
@@ -77,6 +85,8 @@ def fetch_job(name: str, screen: Screen, working: WorkingFolder = CURRENT_FOLDER
                 mark.unlink()
                 folder.path.rmdir()
             raise
+    if not folder.has_begun and (tasks := _tasks_text(record, working)):
+        raise PlaitError(tasks)
     if not folder.has_begun:
         raise PlaitError(f"{name} has not begun to train: {system.state(record)}; see plait logs {name}")
     if folder.is_finished:

@@ -48,7 +48,7 @@ def check(
     require_linux()
     program = read_launch_command(command)
     require_same_python(program)
-    count = workers or program.workers or DEFAULT_WORKERS
+    count = workers if workers is not None else program.workers or DEFAULT_WORKERS
     if not 2 <= count <= WORKERS_AT_MOST:
         raise PlaitError(f"{count} workers: the check compares ranks; choose --workers from 2 to {WORKERS_AT_MOST}")
     if not 1 <= steps <= 1000:

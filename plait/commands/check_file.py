@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from plait.errors import PlaitError
@@ -11,6 +11,7 @@ from plait.foreign_configs.changes import helpful_change
 from plait.foreign_configs.forecast import RunForecast, forecast
 from plait.foreign_configs.reading import FORMATS, read_configuration
 from plait.machines.cluster import Cluster, read_cluster
+from plait.model.adapter_shape import Quantization
 from plait.planner.problem.workload import Workload
 from plait.planner.search.found import Search
 from plait.planner.search.search import search
@@ -40,11 +41,21 @@ def _this_machine(working: WorkingFolder) -> Cluster:
 
 
 def _by_plait(found: RunForecast) -> Search | PlaitError:
-    """The layout that plait would choose for the same model, batch and devices, in bf16 where it can, else float32."""
+    """The layout that plait would choose for the same model, batch and devices, in bf16 where it can, else float32, and
+    with frozen weights in as many bits."""
     has_bf16 = "bf16" in found.cluster.islands[0].device.peak_flops
     same = found.workload
-    own: Workload = replace(same, precision="bf16" if has_bf16 else "float32", attention="flash", expert_ranks="copies")
+    own: Workload = replace(
+        same,
+        precision="bf16" if has_bf16 else "float32",
+        attention="flash",
+        expert_ranks="copies",
+        quantization=_QUANTIZATIONS[found.run.quantized_bits],
+    )
     try:
         return search(own, found.cluster)
     except PlaitError as error:
         return error
+
+
+_QUANTIZATIONS: Mapping[int, Quantization] = {0: "none", 4: "nf4", 8: "int8"}

@@ -39,7 +39,7 @@ def check_resume(
     require_linux()
     program = read_launch_command(command)
     require_same_python(program)
-    count = workers or program.workers or DEFAULT_WORKERS
+    count = workers if workers is not None else program.workers or DEFAULT_WORKERS
     if not 1 <= count <= WORKERS_AT_MOST:
         raise PlaitError(f"{count} workers: choose --workers from 1 to {WORKERS_AT_MOST}")
     if not 4 <= steps <= 1000:

@@ -73,8 +73,8 @@ def stay_joined(
             ended_by = _join_once(at, address, port, secret, screen, working, program)
         except HostLeft:
             raise
-        except LeaderNotReached:
-            sentence = f"waits    for a run at {at}; Ctrl-C leaves"
+        except LeaderNotReached as error:  # a name with a typing error is waited for as well, so say what is wrong
+            sentence = f"waits    {str(error).partition('; ')[0]}; Ctrl-C leaves"
         except RunFailed as error:
             sentence = f"waits    {str(error).partition('; ')[0]}; this host rejoins by itself, Ctrl-C leaves"
         else:

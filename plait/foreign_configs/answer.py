@@ -142,9 +142,8 @@ def _plait_text(checked: CheckedConfig) -> str:
     if isinstance(plaits, PlaitError):
         return f"cannot run this: {plaits}"
     values = _plait_values(plaits)
-    base = " with its base in 16 bits" if checked.found.run.quantized_bits else ""
     return (
-        f"would take {values['layout']}{base}, micro-batches of {values['micro_sequences']}: "
+        f"would take {values['layout']}, micro-batches of {values['micro_sequences']}: "
         f"{format_bytes(values['needed_bytes'])}, {format_duration(values['step_s'])} a step"
     )
 

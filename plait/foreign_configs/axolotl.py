@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
 from plait.foreign_configs.adapters import ALL_TARGETS, PEFT_DEFAULT, adapter_targets
+from plait.foreign_configs.deepspeed import zero_fields, zero_fields_of_file
 from plait.foreign_configs.keys import (
     ConfigFormat,
     KeyFields,
@@ -46,7 +46,6 @@ _PIECES = (
     "chunked_cross_entropy",
     "unsloth_cross_entropy_loss",
 )
-_DEEPSPEED_STAGE = re.compile(r"zero_?-?([0-3])")
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
@@ -73,23 +72,12 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         key in ("fsdp", "fsdp_version") or key.startswith("fsdp_config") for key, value in values.items() if value
     )
     sharded: dict[str, Any] = {}
-    if values.get("deepspeed"):
+    inside = {key.removeprefix("deepspeed."): value for key, value in values.items() if key.startswith("deepspeed.")}
+    if values.get("deepspeed") or inside:
         if fsdp:
             raise PlaitError("fsdp and deepspeed contradict each other; keep one")
-        stage = _DEEPSPEED_STAGE.search(str(values["deepspeed"]))
-        if "sharded" not in overridden and not stage:
-            raise PlaitError(
-                f"deepspeed: {values['deepspeed']} does not say the ZeRO stage by its name; "
-                "give sharded=optimizer (stage 1), sharded=gradients (2) or sharded=parameters (3)"
-            )
-        number = int(stage[1]) if stage else 0
-        sharded = {"sharded": ("nothing", "optimizer", "gradients", "parameters")[number]}
-        offloads = "cpuoffload" in str(values["deepspeed"]).lower()
-        sharded |= {
-            "offloads_optimizer": offloads,
-            "offloads_parameters": "all" in str(values["deepspeed"]) and offloads,
-        }
-        assumed.append(f"ZeRO stage {number}, from the name of {values['deepspeed']}, which was not read")
+        file = values.get("deepspeed")
+        sharded = zero_fields(inside) if inside else zero_fields_of_file("deepspeed", file, overridden, assumed)
     elif fsdp:
         offloads = any(_is_on_at(values, f"fsdp_config.{key}") for key in ("offload_params", "fsdp_offload_params"))
         sharded = {"sharded": "parameters", "offloads_parameters": offloads, "offloads_optimizer": offloads}
@@ -123,13 +111,12 @@ def _is_on_at(values: Values, key: str) -> bool:
     return key in values and values[key] is not None and is_on(values, key)
 
 
+_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "fsdp_config.activation_checkpointing",
+                  "fsdp_config.fsdp_activation_checkpointing")  # fmt: skip
+
+
 def _is_checkpointed(values: Values) -> bool:
-    if any(
-        key.startswith("activation_checkpointing") or key == "fsdp_config.activation_checkpointing" for key in values
-    ):
-        return True
-    value = values.get("gradient_checkpointing")
-    return str(value).lower() in ("true", "unsloth", "offload", "offload_disk") if value is not None else False
+    return any(str(values.get(key)).lower() in ("true", "unsloth", "offload", "offload_disk") for key in _CHECKPOINTING)
 
 
 AXOLOTL = ConfigFormat(

@@ -10,7 +10,9 @@ from plait.foreign_configs.adapters import ALL_TARGETS
 from plait.foreign_configs.forecast import RunForecast, forecast
 from plait.foreign_configs.keys import ConfigFormat
 from plait.foreign_configs.run_description import RunDescription
+from plait.layout import Recompute
 from plait.machines.cluster import Cluster
+from plait.planner.problem.candidates import SHARDED_STATES, ShardedState
 
 WORTH_SAYING = 0.03
 """A change that saves less than this share of a step's time is not proposed."""
@@ -72,12 +74,12 @@ def _tried(
                 after = forecast(run, machines)
             except PlaitError:  # this change is not possible here
                 continue
-            words = one.changes[name].format(
+            piped = one.changes.get(f"{name} of a pipeline") if run.layout.pipeline > 1 else None
+            words = (piped or one.changes[name]).format(
                 micro=after.layout["micro_sequences"],
                 accumulation=after.accumulation,
                 batch=after.workload.batch_sequences,
                 sequence=run.sequence,
-                tensor=run.layout.tensor,
                 devices=run.devices or machines.n_devices,
             )
             yield ConfigChange(text=words, keeps_mathematics=changes is not _OTHER_MATHEMATICS, after=after)
@@ -99,33 +101,26 @@ def _micro(factor: float) -> Change:
     return change
 
 
-def _recompute(how: str) -> Change:
-    order = ("none", "selective", "full")
-
-    def change(found: RunForecast) -> RunDescription | None:
-        return None if found.run.recompute == how else replace(found.run, recompute=order[order.index(how)])
-
-    return change
+def _no_recompute(found: RunForecast) -> RunDescription | None:
+    return None if found.run.recompute == "none" else replace(found.run, recompute="none")
 
 
-def _more_recompute(how: str) -> Change:
+def _more_recompute(how: Recompute) -> Change:
     order = ("none", "selective", "full")
 
     def change(found: RunForecast) -> RunDescription | None:
         is_more = order.index(how) > order.index(found.run.recompute)
-        return replace(found.run, recompute=order[order.index(how)]) if is_more else None
+        return replace(found.run, recompute=how) if is_more else None
 
     return change
 
 
-def _shard(what: str) -> Change:
-    states = ("nothing", "optimizer", "gradients", "parameters")
-
+def _shard(what: ShardedState) -> Change:
     def change(found: RunForecast) -> RunDescription | None:
-        is_more = states.index(what) > states.index(str(found.layout["shard_what"]))
+        is_more = SHARDED_STATES.index(what) > SHARDED_STATES.index(found.layout["shard_what"])
         if not is_more or int(found.layout["replicate"]) * int(found.layout["shard"]) == 1:
             return None
-        return replace(found.run, sharded=states[states.index(what)], shards_over="all data ranks")
+        return replace(found.run, sharded=what, shards_over="all data ranks")
 
     return change
 
@@ -202,7 +197,7 @@ _OTHER_MATHEMATICS: dict[str, tuple[Change, ...]] = {
     "adapters": (_adapters,),
 }
 _FASTER: dict[str, tuple[Change, ...]] = {
-    "no recompute": (_recompute("none"),),
+    "no recompute": (_no_recompute,),
     "larger micro-batch": tuple(_micro(float(factor)) for factor in (2, 4, 8, 16)),
     "compile": (_compiled,),
     "shard less": (_shard_less,),

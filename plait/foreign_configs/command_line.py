@@ -3,24 +3,34 @@ variables, arrays and defaults are filled in; conditions are not evaluated."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import PlaitError
 from plait.foreign_configs.syntax import Placeholder
 
-_ASSIGNED = re.compile(r"^\s*(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?(\w+)(\+?)=(.*)$", re.DOTALL)
+_DECLARES = re.compile(r"^\s*(?:export|local|readonly|declare|typeset)(?:\s+-\w+)*\s+")
+_ASSIGNED = re.compile(
+    r"""\s*(\w+)(\+?)=(\(.*\)\s*$|(?:"(?:\\.|[^"\\])*"|'[^']*'|`[^`]*`|\\.|\$\{[^}]{0,1000}\}|"""
+    r"""\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|[^\s"'`])*+)(?=\s|$)""",
+    re.DOTALL,
+)
+"""One variable assignment; more of them, or the command that they are set for, may follow."""
+_BRANCH = re.compile(r"^(?:then|do|else|[^\s()]+\))\s+")
+"""What precedes the first command of a branch on its line."""
 _OPENS = re.compile(r"^\s*(if|case|for|while|until)\b")
 _CLOSES = re.compile(r"^\s*(fi|esac|done)\b")
-_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|\$(\w+)")
-_SUM = re.compile(r"\$\(\(\s*([\w$+*/ {}()-]+?)\s*\)\)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]{0,1000}))?\}|\$(\w+)")
+_SUM = re.compile(r"\$\(\(([\w$+*/ {}()-]{1,200}?)\)\)")
 _LAUNCHERS = ("torchrun", "torch.distributed.launch", "torch.distributed.run", "accelerate", "deepspeed", "srun")
 _DEVICES_OF_A_NODE = ("nproc-per-node", "nproc", "num-gpus", "gpus-per-node", "ntasks-per-node")
 _NODES = ("nnodes", "num-nodes", "nodes", "num-machines")
-MOST_WORDS = 5_000
+MOST_WORDS, MOST_CHARACTERS = 5_000, 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +45,8 @@ class CommandLine:
     """Values by option without dashes: text, True for an option without a value, a tuple for several words."""
     devices: int | None
     per_node: int | None
-    launcher_file: str | None
-    """The configuration file of `accelerate launch`."""
+    launcher: dict[str, Any]
+    """The launcher's options, with - instead of _."""
 
 
 def command_line(text: str, where: str) -> CommandLine:
@@ -53,7 +63,9 @@ def _commands(text: str, where: str) -> Iterator[list[str]]:
     depth = 0
     for line in _logical_lines(text):
         depth += bool(_OPENS.match(line)) - bool(_CLOSES.match(line))
-        if found := _ASSIGNED.match(line):
+        line = _BRANCH.sub("", line)
+        line = _DECLARES.sub("", line)
+        while found := _ASSIGNED.match(line):
             name, adds, value = found.groups()
             value = value.strip()
             value = value[1:-1] if value.startswith("(") and value.endswith(")") else _unquoted(value)
@@ -62,7 +74,7 @@ def _commands(text: str, where: str) -> Iterator[list[str]]:
             if depth > 0 and not adds and variables.get(name, value) != value:
                 value = f"<{name}:depends-on-a-condition>"
             variables[name] = f"{variables.get(name, '')} {value}".strip() if adds else value
-            continue
+            line = line[found.end() :]
         words = _words(_expanded(line, variables), where)
         if any(" --" in word for word in words):  # srun sh -c "python … --option"
             words = [part for word in words for part in (_words(word, where) if " --" in word else [word])]
@@ -77,32 +89,31 @@ def _commands(text: str, where: str) -> Iterator[list[str]]:
 def _logical_lines(text: str) -> Iterator[str]:
     """Logical lines: physical lines joined where a backslash, an array's open bracket or an open quote continues
     them."""
-    kept = ""
-    for line in text.replace("\\\r\n", "\\\n").splitlines():
+    kept: list[str] = []
+    quotes = {"'": 0, '"': 0}
+    for line in text.splitlines():
         if not kept and line.lstrip().startswith("#"):
             continue
         plain = re.sub(r"(^|\s)#.*$", "", line) if line.count("'") % 2 == line.count('"') % 2 == 0 else line
-        if plain.rstrip().endswith("\\"):
-            kept += plain.rstrip()[:-1] + " "
+        plain = plain.rstrip()
+        goes_on = plain.endswith("\\")
+        kept.append(plain[:-1] + " " if goes_on else plain + "\n")
+        unescaped = re.sub(r"\\.", "", kept[-1])
+        quotes = {sign: count + unescaped.count(sign) for sign, count in quotes.items()}
+        is_array = re.match(r"\s*\w+\+?=\(", _DECLARES.sub("", kept[0]))
+        is_open = not plain.endswith(")") if is_array else quotes['"'] % 2 == 1 and quotes["'"] % 2 == 0
+        if goes_on or is_open:
             continue
-        kept += plain + "\n"
-        if _is_open(kept):
-            continue
-        yield from _statements(kept.strip())
-        kept = ""
-    if kept.strip():
-        yield from _statements(kept.strip())
+        yield from _statements("".join(kept))
+        kept, quotes = [], dict.fromkeys(quotes, 0)
+    yield from _statements("".join(kept))
+
+
+_STATEMENT = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|[^;])+""", re.DOTALL)
 
 
 def _statements(line: str) -> Iterator[str]:
-    yield from (part.strip() for part in re.split(r";(?![^'\"]*['\"]\s*$)", line) if part.strip())
-
-
-def _is_open(text: str) -> bool:
-    quoted = re.sub(r"\\.", "", text)
-    if re.match(r"^\s*\w+\+?=\(", text):
-        return not text.rstrip().endswith(")")
-    return quoted.count('"') % 2 == 1 and quoted.count("'") % 2 == 0
+    yield from (part.strip() for part in _STATEMENT.findall(line) if part.strip())
 
 
 def _unquoted(value: str) -> str:
@@ -118,25 +129,43 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
     for _ in range(10):  # variables of variables
         again = _SUM.sub(lambda found: _result(_VARIABLE.sub(filled, found[1]), variables, found[0]), text)
         again = _VARIABLE.sub(filled, again)
-        if again == text or len(again) > 1_000_000:
+        if again == text:
             break
+        if len(again) > MOST_CHARACTERS:
+            raise PlaitError(f"the script's variables stand for more than {MOST_CHARACTERS:,} characters; shorten them")
         text = again
     return text
 
 
 def _result(text: str, variables: dict[str, str], otherwise: str) -> str:
-    """A product or sum of integers and variables."""
+    """The shell's result for an expression of integers and variables; `otherwise` if it is not known."""
     filled = re.sub(r"[A-Za-z_]\w*", lambda found: variables.get(found[0], found[0]), text)
-    parts = re.split(r"\s*([*+/-])\s*", filled.strip())
-    if not all(part.isdecimal() and len(part) < 20 for part in parts[::2]):
+    if len(filled) > _LONGEST_SUM:
         return otherwise
-    value = int(parts[0])
-    for sign, digits in zip(parts[1::2], parts[2::2], strict=True):
-        number = int(digits)
-        if sign == "/" and number == 0:
-            return otherwise
-        value = {"*": value * number, "+": value + number, "-": value - number, "/": value // (number or 1)}[sign]
-    return str(value)
+    try:
+        return str(_calculated(ast.parse(filled.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return otherwise
+
+
+_SIGNS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv,
+}  # fmt: skip
+_LONGEST_SUM, _LARGEST_NUMBER = 1_000, 1 << 63
+
+
+def _calculated(node: ast.expr) -> int:
+    """Raises ValueError for anything but an integer that the shell can hold."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+    elif isinstance(node, ast.BinOp) and type(node.op) in _SIGNS:
+        value = _SIGNS[type(node.op)](_calculated(node.left), _calculated(node.right))
+    else:
+        raise ValueError
+    if abs(value) >= _LARGEST_NUMBER:
+        raise ValueError
+    return value
 
 
 def _words(text: str, where: str) -> list[str]:
@@ -152,18 +181,18 @@ def _parsed(words: Sequence[str], where: str) -> CommandLine | None:
         return None
     launcher = _options(words[:at], where, keep_last=True)[0]
     own, plain = _options(words[at + 1 :], where, keep_last=False)
-    per_node, nodes = _count(launcher, _DEVICES_OF_A_NODE), _count(launcher, _NODES)
+    per_node = _count(launcher, _DEVICES_OF_A_NODE)
+    nodes = _count(launcher, _NODES) if any(name in launcher for name in _NODES) else 1
     processes = _count(launcher, ("num-processes", "np"))
-    devices = processes or (per_node * (nodes or 1) if per_node else None)
+    devices = processes or (per_node * nodes if per_node and nodes else None)
     name = words[at].rpartition("/")[2]
-    file = launcher.get("config-file")
     return CommandLine(
         program=name,
         arguments=tuple(plain),
         options=own,
         devices=devices,
         per_node=per_node,
-        launcher_file=file if isinstance(file, str) else None,
+        launcher=launcher,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -17,20 +18,44 @@ _FIELDS: KeyFields = {
     "zero_optimization.zero_hpz_partition_size": ("hpz", whole),
     "zero_optimization.mics_shard_size": ("shard", whole),
 }
+_STAGE = re.compile(r"(?:zero|stage|(?<![a-z])z)[_-]?([0-3])")
 
 
 def zero_fields(values: Values) -> dict[str, Any]:
     """Fields for the ZeRO stage and its offloading, for every program that uses DeepSpeed's file."""
-    stage = values.get("zero_optimization.stage", 0)
-    if stage == "auto" or stage not in (0, 1, 2, 3):
-        raise PlaitError(f"zero_optimization.stage = {stage!r:.40} is not 0, 1, 2 or 3")
+    stage = str(values.get("zero_optimization.stage", 0))
+    if stage not in ("0", "1", "2", "3"):
+        raise PlaitError(f"zero_optimization.stage = {stage:.40} is not 0, 1, 2 or 3")
     moved = {
         what: word(key, values.get(f"zero_optimization.{key}.device", "none")) not in ("none", "")
         for what, key in (("offloads_optimizer", "offload_optimizer"), ("offloads_parameters", "offload_param"))
     }
     if is_on(values, "zero_optimization.cpu_offload"):
         moved["offloads_optimizer"] = True
-    return {"sharded": SHARDED_STATES[stage], **moved}
+    return {"sharded": SHARDED_STATES[int(stage)], **moved}
+
+
+def zero_fields_of_file(key: str, file: object, overridden: Collection[str], assumed: list[str]) -> dict[str, Any]:
+    """The same fields from the name of a DeepSpeed file, which is not read; adds to `assumed` what was taken from the
+    name. Raises PlaitError if neither the name nor the user says the stage."""
+    name = str(file).lower()
+    stages = _STAGE.findall(name)
+    if not stages and "sharded" not in overridden:
+        raise PlaitError(
+            f"{key}: {file} does not say the ZeRO stage by its name; "
+            "give sharded=optimizer (stage 1), sharded=gradients (2) or sharded=parameters (3)"
+        )
+    stage = int(stages[-1]) if stages else SHARDED_STATES.index("parameters")
+    offloads = "offload" in name
+    of_parameters = offloads and stage == SHARDED_STATES.index("parameters") and "optimizer" not in name
+    found: dict[str, Any] = {
+        "offloads_optimizer": offloads and "param" not in name,
+        "offloads_parameters": of_parameters,
+    }
+    if "sharded" not in overridden:
+        assumed.append(f"ZeRO stage {stage}, from the name of {file}, which was not read")
+        found["sharded"] = SHARDED_STATES[stage]
+    return found
 
 
 def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
@@ -40,6 +65,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
             "zero_optimization.zero_hpz_partition_size (a second copy of the parameters in each node)",
         )
     precision = one_of(values, {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"})
+    autos = [key for key in ("bf16.enabled", "fp16.enabled") if values.get(key) == "auto"]
     optimizer = values.get("optimizer.type")
     return {
         **found,
@@ -51,6 +77,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         **({"optimizer": word("optimizer.type", optimizer)} if optimizer else {}),
         "recompute": "none",
         "assumed": (
+            *((f"{' and '.join(autos)} are auto, which means {precision}",) if len(autos) > 1 else ()),
             *(() if optimizer else ("the optimizer is AdamW",)),
             "nothing is recomputed; give recompute=full if the program does",
         ),

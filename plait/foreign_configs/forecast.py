@@ -24,8 +24,8 @@ from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.step_time import estimate_step_time
 from plait.units import counted
 
-QUANTIZED_BYTES = {4: {"litgpt": 0.5625, "transformers": 0.5625, "axolotl": 0.5157}, 8: {}}
-"""Bytes per quantized weight with its scales: one float32 scale for 64 weights (bitsandbytes' NF4), or an eighth of
+NF4_BYTES = {"litgpt": 0.5625, "transformers": 0.5625, "axolotl": 0.5157}
+"""Bytes per weight in 4 bits with its scales: one float32 scale for 64 weights (bitsandbytes' NF4), or an eighth of
 that if scales are quantized again."""
 INT8_BYTES = 1.02
 DEQUANTIZED_TRAFFIC = 7.0
@@ -163,7 +163,12 @@ def _layout(run: RunDescription, used: Cluster) -> dict[str, int | str]:
             f"tensor {tensor} × pipeline {pipeline} × context {context} = {taken} does not divide "
             f"{counted(used.n_devices, 'device')}; name machines with a multiple of {taken} with --cluster"
         )
-    ranks = used.n_devices // taken
+    ranks, expert = used.n_devices // taken, run.layout.expert
+    if used.n_devices // pipeline % expert:
+        raise PlaitError(
+            f"experts on {expert} ranks do not divide {counted(used.n_devices // pipeline, 'device')} of a stage; "
+            "change one of them"
+        )
     shard = ranks if run.shards_over == "all data ranks" else run.layout.shard
     if ranks % shard:
         raise PlaitError(f"shards over {shard} ranks do not divide {ranks} data-parallel ranks; change one of them")
@@ -171,15 +176,15 @@ def _layout(run: RunDescription, used: Cluster) -> dict[str, int | str]:
     if sharded == "nothing":
         shard = 1
     return {
-        "pipeline": run.layout.pipeline,
+        "pipeline": pipeline,
         "virtual": run.virtual,
         "replicate": ranks // shard,
         "shard": shard,
         "shard_what": sharded,
-        "context": run.layout.context,
-        "tensor": run.layout.tensor,
-        "sequence_parallel": int(run.sequence_parallel and run.layout.tensor > 1),
-        "expert": run.layout.expert,
+        "context": context,
+        "tensor": tensor,
+        "sequence_parallel": int(run.sequence_parallel and tensor > 1),
+        "expert": expert,
         "recompute": run.recompute,
         "schedule": "interleaved" if run.virtual > 1 else "1f1b",
     }
@@ -296,7 +301,7 @@ def _frozen_weights(workload: Workload, candidates: Candidates) -> float:
 
 def _frozen_bytes(run: RunDescription) -> float:
     if run.quantized_bits:
-        return INT8_BYTES if run.quantized_bits == 8 else QUANTIZED_BYTES[4][run.program]
+        return INT8_BYTES if run.quantized_bits == 8 else NF4_BYTES[run.program]
     return 4.0 if run.weights == "float32" else 2.0
 
 

@@ -40,7 +40,8 @@ class ConfigFormat:
     not_priced: Mapping[str, str]
     """Keys that change memory or time by an amount unknown to the forecast, with their effect."""
     changes: Mapping[str, str]
-    """The notation in this format of each change that plait may propose (changes.py)."""
+    """The notation in this format of each change that plait may propose (changes.py); a change "of a pipeline" is how
+    that change is written if the run has one."""
 
     @property
     def known_keys(self) -> frozenset[str]:
@@ -194,8 +195,9 @@ def is_on(values: Values, key: str) -> bool:
 
 
 def one_of(values: Values, choices: Mapping[str, Any]) -> Any:
-    """The value of the one key that is on; raises PlaitError if several are."""
+    """The value of the one key that is on, or of the first if all are "auto"; raises PlaitError if several are true."""
     on = [key for key in choices if is_on(values, key)]
+    on = [key for key in on if values[key] != "auto"] or on[:1]
     if len({choices[key] for key in on}) > 1:
         raise PlaitError(f"{' and '.join(on)} are both on and contradict each other; keep one")
     return choices[on[0]] if on else None

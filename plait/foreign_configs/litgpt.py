@@ -96,7 +96,10 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
             )
         bits = 8 if "int8" in quantize else 4
     pretrains = values.get("model_name") is not None or bool(shape)
-    devices = found.get("devices", 1)
+    if values.get("devices") is None and not pretrains:
+        found["devices"] = 1
+        assumed.append("devices is 1, litgpt's default for finetuning")
+    several = found.get("devices", 2) > 1  # "auto", and pretraining without a word: all that there are
     data = str(values.get("data.class_path") or values.get("data") or "").rpartition(".")[2].lower()
     if data in _EXAMPLES and "samples" not in overridden:
         found["samples"] = _EXAMPLES[data]
@@ -112,8 +115,8 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         "weights": weights,
         "quantized_bits": bits,
         # On several devices, all of litgpt shards parameters, and finetuning also recomputes each layer.
-        "sharded": "parameters" if devices > 1 else "nothing",
-        "recompute": "full" if devices > 1 and not pretrains else "none",
+        "sharded": "parameters" if several else "nothing",
+        "recompute": "full" if several and not pretrains else "none",
         "loss": "all logits",
         "compiled": pretrains,
         "assumed": tuple(assumed),

@@ -114,10 +114,8 @@ def _shape(values: Values, shape: dict[str, Any], tensor: int, assumed: list[str
     if "vocabulary" not in shape:
         shape["vocabulary"] = _GPT2_VOCABULARY
         assumed.append("a vocabulary of GPT-2's 50,257 tokens; give vocabulary=NUMBER for another one")
-    multiple = (
-        whole("", values.get("make-vocab-size-divisible-by")) if values.get("make-vocab-size-divisible-by") else 128
-    ) or 128
-    multiple *= tensor
+    key = "make-vocab-size-divisible-by"
+    multiple = (whole(key, values.get(key, 128)) or 128) * tensor
     shape["vocabulary"] = -(-shape["vocabulary"] // multiple) * multiple
     if shape.get("experts"):
         shape.setdefault("experts_per_token", 2)
@@ -171,7 +169,6 @@ MEGATRON_ARGUMENTS = ConfigFormat(
         "no recompute": "no recompute (remove --recompute-…)",
         "shard optimizer": "--use-distributed-optimizer",
         "sequence parallel": "--sequence-parallel",
-        "more tensor parallel": "--tensor-model-parallel-size {tensor}",
         "shorter sequence": "--seq-length {sequence}",
     },
 )

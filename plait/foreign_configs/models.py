@@ -23,12 +23,20 @@ _WORDS = (
 """Words of a hub id after the model's own name."""
 
 
+def is_there(path: Path) -> bool:
+    """Whether a file has this name; text that is too long to be a name has none."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def model_numbers(model: str) -> Mapping[str, Any]:
     """Sizes of a named model, by field of `Workload`; raises PlaitError, with what to give, for an unknown one."""
-    path = Path(model)
-    config = path / "config.json" if path.is_dir() else path
-    if config.is_file():
-        return _of_config(config)
+    folder = Path(model) / "config.json"
+    for config in (folder, Path(model)):
+        if is_there(config):
+            return _of_config(config)
     last = model.rstrip("/").rpartition("/")[2].lower()
     known = _models()
     for pattern, numbers in known:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.foreign_configs.syntax import Placeholder
+from plait.foreign_configs.syntax import Placeholder, is_endless
 
 CONFIGURATIONS = ("TrainingArguments", "SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig")
 """Classes of transformers and TRL whose arguments are read, including subclasses with these names."""
@@ -89,6 +89,14 @@ def _value(node: ast.expr, constants: dict[str, Any]) -> Any:
     if isinstance(node, ast.Attribute):  # torch.bfloat16
         return node.attr
     try:
-        return ast.literal_eval(node)
+        value = ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError, MemoryError):
+        return _unknown(node)
+    return _unknown(node) if is_endless(value) else value
+
+
+def _unknown(node: ast.expr) -> Placeholder:
+    try:
         return Placeholder(ast.unparse(node))
+    except (ValueError, RecursionError):  # a number of thousands of digits, a sum of thousands of terms
+        return Placeholder("an expression")

@@ -15,14 +15,17 @@ from plait.foreign_configs.deepspeed import DEEPSPEED
 from plait.foreign_configs.keys import ConfigFormat, amount, as_written, description, is_known, whole, word
 from plait.foreign_configs.litgpt import LITGPT
 from plait.foreign_configs.megatron import MEGATRON_ARGUMENTS
+from plait.foreign_configs.models import is_there
 from plait.foreign_configs.python_source import python_values
 from plait.foreign_configs.run_description import RunDescription
 from plait.foreign_configs.syntax import json_values, toml_values, yaml_values
 from plait.foreign_configs.torchtitan import TORCHTITAN_TOML
-from plait.foreign_configs.training_arguments import TRAINING_ARGUMENTS
-from plait.regular_file import SMALL_FILE_BYTES, read_regular_text
+from plait.foreign_configs.training_arguments import TRAINING_ARGUMENTS, launcher_values
+from plait.regular_file import read_regular_text
 
 FORMATS = (AXOLOTL, LITGPT, TORCHTITAN_TOML, DEEPSPEED, TRAINING_ARGUMENTS, MEGATRON_ARGUMENTS)
+MOST_CONFIG_BYTES = 1 << 20
+"""Largest size of a configuration or script; reading YAML takes about a second per 100 KB."""
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json", ".sh", ".slurm", ".sbatch")
 """Suffixes of files that are configurations."""
 _CONFIG_OPTIONS = ("config", "config_file", "job.config_file", "config-file")
@@ -69,14 +72,14 @@ def read_configuration(target: str, overrides: Sequence[str] = ()) -> tuple[str,
     """
     said = _overrides(overrides)
     path = Path(target)
-    if " " in target.strip() and not path.exists():
+    if " " in target.strip() and not is_there(path):
         return _of_command(command_line(target, "the command line"), path.parent, said)
     return _of_text(_text_of(path), path, said)
 
 
 def _text_of(path: Path) -> str:
     try:
-        return read_regular_text(path, SMALL_FILE_BYTES)
+        return read_regular_text(path, MOST_CONFIG_BYTES)
     except FileNotFoundError:
         raise PlaitError(f"there is no file {path}") from None
     except UnicodeDecodeError:
@@ -132,12 +135,11 @@ def _of_command(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> 
             "--micro-batch-size (Megatron) nor --per_device_train_batch_size (transformers, TRL)"
         )
     one, values = (MEGATRON_ARGUMENTS, flags) if megatron >= hugging else (TRAINING_ARGUMENTS, trainer)
-    if command.launcher_file is not None and one is TRAINING_ARGUMENTS:
-        launcher = _launcher_values(folder / command.launcher_file, command.launcher_file, said)
+    if one is TRAINING_ARGUMENTS:
+        launcher = {**_launcher_file(command, folder, said), **launcher_values(command.launcher)}
         values = {**launcher, **values}
-        processes = launcher.get("num_processes")
-        if isinstance(processes, int) and command.devices is None:
-            command = replace(command, devices=processes)
+        if command.devices is None and launcher.get("num_processes") is not None:
+            command = replace(command, devices=whole("num_processes", launcher["num_processes"]))
     return one.name, _on_devices(_with(description(one, values, said.keys()), said), command, said)
 
 
@@ -149,10 +151,10 @@ def _of_named_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) 
     if file is None:
         return None
     path = folder / file
-    if not path.is_file():
+    if not is_there(path):
         raise PlaitError(f"the command reads {file}, which does not exist; name that file instead of the command")
     text = _text_of(path)
-    own = {key: value for key, value in command.options.items() if key not in _CONFIG_OPTIONS}
+    own = {key.replace("-", "_"): value for key, value in command.options.items() if key not in _CONFIG_OPTIONS}
     if path.suffix.lower() == ".toml":
         values = {**toml_values(text, str(path)), **own}
         return _of_values(values, (TORCHTITAN_TOML,), str(path), said)
@@ -160,9 +162,13 @@ def _of_named_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) 
     return _of_values(values, (AXOLOTL, LITGPT, TRAINING_ARGUMENTS), str(path), said)
 
 
-def _launcher_values(path: Path, name: str, said: Mapping[str, Any]) -> Mapping[str, Any]:
+def _launcher_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> Mapping[str, Any]:
     """Values of the file of `accelerate launch`; none if it is missing and the user says what is sharded."""
-    if path.is_file():
+    name = command.launcher.get("config-file")
+    if not isinstance(name, str):
+        return {}
+    path = folder / name
+    if is_there(path):
         return yaml_values(_text_of(path), str(path))
     if "sharded" in said:
         return {}

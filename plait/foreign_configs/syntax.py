@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -15,7 +15,7 @@ from plait.errors import PlaitError
 
 MOST_VALUES = 20_000
 """Most values of one configuration; a few lines of YAML with aliases can stand for billions."""
-DEEPEST_KEY = 30
+DEEPEST_KEY, MOST_BITS = 30, 256
 
 
 class Placeholder(str):
@@ -76,15 +76,23 @@ def flat(values: object, where: str) -> dict[str, Any]:
 
 
 def _refuse_endless(values: object, where: str) -> None:
-    """Raise PlaitError for lists and tables that stand for too many values, as YAML's aliases can."""
+    """Raise PlaitError for lists and tables that stand for too many values, as YAML's aliases can, and for integers of
+    thousands of digits, which Python refuses to print."""
     count, left = 0, [values]
     while left:
         one = left.pop()
+        if is_endless(one):
+            raise PlaitError(f"{where} has a number of {one.bit_length():,} bits; no configuration has one as large")
         inner = list(one.values()) if isinstance(one, Mapping) else one if isinstance(one, list) else []
         count += len(inner)
         if count > MOST_VALUES:
             raise PlaitError(f"{where} stands for more than {MOST_VALUES:,} values; no configuration has that many")
         left += inner
+
+
+def is_endless(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number that is far too large for a configuration."""
+    return isinstance(value, int) and value.bit_length() > MOST_BITS
 
 
 def _leaves(values: Mapping[Any, Any], before: str, depth: int, where: str) -> Iterator[tuple[str, Any]]:
@@ -108,6 +116,14 @@ def _marked(value: Any) -> Any:
 class _OneOfEachKey(yaml.SafeLoader):
     """PyYAML's safe loader, which refuses duplicate keys in a table."""
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge what `<<` names, and keep the last of each key: merges of merges would double them without end."""
+        super().flatten_mapping(node)
+        last = {
+            (key.tag, key.value) if isinstance(key.value, str) else id(key): (key, value) for key, value in node.value
+        }
+        node.value = list(last.values())
+
 
 def _table(loader: _OneOfEachKey, node: yaml.MappingNode) -> dict[Hashable, Any]:
     seen: set[str] = set()
@@ -118,7 +134,6 @@ def _table(loader: _OneOfEachKey, node: yaml.MappingNode) -> dict[Hashable, Any]
                     None, None, f"the key {key.value} is given twice; keep one", key.start_mark
                 )
             seen.add(key.value)
-    loader.flatten_mapping(node)
     return loader.construct_mapping(node, deep=True)
 
 

@@ -100,6 +100,7 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value] if value else []
 
 
+_PIPED = "parallelism.pipeline_parallel_microbatch_size = {micro}"
 TORCHTITAN_TOML = ConfigFormat(
     name="torchtitan TOML",
     known="torchtitan",
@@ -118,6 +119,8 @@ TORCHTITAN_TOML = ConfigFormat(
     changes={
         "smaller micro-batch": "training.local_batch_size = {micro}, training.global_batch_size = {batch}",
         "larger micro-batch": "training.local_batch_size = {micro}, training.global_batch_size = {batch}",
+        "smaller micro-batch of a pipeline": _PIPED,
+        "larger micro-batch of a pipeline": _PIPED,
         "recompute": 'activation_checkpoint.mode = "full"',
         "selective recompute": 'activation_checkpoint.mode = "selective"',
         "no recompute": 'activation_checkpoint.mode = "none"',

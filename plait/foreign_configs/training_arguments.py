@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from plait.errors import PlaitError
 from plait.foreign_configs.adapters import PEFT_DEFAULT, adapter_targets
-from plait.foreign_configs.deepspeed import zero_fields
+from plait.foreign_configs.deepspeed import zero_fields, zero_fields_of_file
 from plait.foreign_configs.keys import (
     ConfigFormat,
     KeyFields,
@@ -46,6 +46,10 @@ _FIELDS: KeyFields = {
 }
 _LOADED_IN = ("dtype", "torch_dtype", "bnb_4bit_quant_storage_dtype")
 _BITS = {"load_in_4bit": 4, "load_in_8bit": 8, "use_4bit_quantization": 4, "use_8bit_quantization": 8}
+_CHECKPOINTING = ("gradient_checkpointing", "fsdp_config.activation_checkpointing",
+                  "fsdp_config.fsdp_activation_checkpointing")  # fmt: skip
+_MIXED = ("bf16", "fp16", "fp8")
+"""Values of `accelerate launch --mixed_precision`, used if the program's own arguments name no precision."""
 USUAL_BATCH = 8
 """Default of per_device_train_batch_size."""
 _OFFLOADS = re.compile(r"\boffload\b")
@@ -64,7 +68,8 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         found["epochs"] = 3.0
     found |= _adapters(values, found)
     found |= _sharding(values, overridden, assumed)
-    precision = one_of(values, {"bf16": "bf16", "fp16": "fp16"})
+    mixed = str(values.get("mixed_precision")).lower()
+    precision = one_of(values, {"bf16": "bf16", "fp16": "fp16"}) or (mixed if mixed in _MIXED else None)
     loaded = next((word(key, values[key]) for key in _LOADED_IN if values.get(key) is not None), "")
     if loaded in ("bfloat16", "float16", "bf16", "fp16", "half"):
         weights = "16 bits"
@@ -82,7 +87,7 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
         **found,
         "precision": precision or ("tf32" if is_on(values, "tf32") else "float32"),
         "weights": weights,
-        "recompute": "full" if is_on(values, "gradient_checkpointing") else "none",
+        "recompute": "full" if any(is_on(values, key) for key in _CHECKPOINTING) else "none",
         "loss": "in pieces" if pieces else "all logits",
         "attention": "unfused" if attention == "eager" else "flash",
         "assumed": tuple(assumed),
@@ -103,8 +108,9 @@ def _adapters(values: Values, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sharding(values: Values, overridden: Collection[str], assumed: list[str]) -> dict[str, Any]:
-    if values.get("distributed_type"):
-        return accelerate_sharding(values)
+    by_launcher = _accelerate_sharding(values, overridden, assumed)
+    if by_launcher:
+        return by_launcher
     fsdp = values.get("fsdp")
     text = " ".join(map(str, fsdp)) if isinstance(fsdp, list | tuple) else str(fsdp or "")
     has_deepspeed = bool(values.get("deepspeed")) or any(key.startswith("deepspeed.") for key in values)
@@ -115,15 +121,7 @@ def _sharding(values: Values, overridden: Collection[str], assumed: list[str]) -
     if inside:
         return zero_fields(inside)
     if has_deepspeed:
-        stage = re.search(r"(?:zero|stage|z)_?-?([0-3])", str(values["deepspeed"]))
-        if not stage and "sharded" not in overridden:
-            raise PlaitError(
-                f"deepspeed = {values['deepspeed']} does not say the ZeRO stage by its name; "
-                "give sharded=optimizer (stage 1), sharded=gradients (2) or sharded=parameters (3)"
-            )
-        number = int(stage[1]) if stage else 0
-        assumed.append(f"ZeRO stage {number}, from the name of {values['deepspeed']}, which was not read")
-        return {"sharded": ("nothing", "optimizer", "gradients", "parameters")[number]}
+        return zero_fields_of_file("deepspeed", values["deepspeed"], overridden, assumed)
     if not is_sharded:
         return {}
     offloads = bool(_OFFLOADS.search(text)) or is_on(values, "fsdp_config.offload_params")
@@ -131,9 +129,31 @@ def _sharding(values: Values, overridden: Collection[str], assumed: list[str]) -
     return {"sharded": what, "offloads_parameters": offloads, "offloads_optimizer": offloads}
 
 
-def accelerate_sharding(values: Values) -> dict[str, Any]:
-    """The sharding in the file of `accelerate config`."""
-    kind = word("distributed_type", values["distributed_type"])
+def launcher_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `accelerate launch` (with - instead of _) under the keys of its file; empty for other launchers,
+    whose options have other names."""
+    found = {key: options[name] for name, key in _LAUNCHER_OPTIONS.items() if name in options}
+    if "use-deepspeed" in options:
+        found["distributed_type"] = "deepspeed"
+    elif "use-fsdp" in options:
+        found["distributed_type"] = "fsdp"
+    return found
+
+
+_LAUNCHER_OPTIONS = {
+    "mixed-precision": "mixed_precision",
+    "zero-stage": "deepspeed_config.zero_stage",
+    "deepspeed-config-file": "deepspeed_config.deepspeed_config_file",
+    "offload-optimizer-device": "deepspeed_config.offload_optimizer_device",
+    "offload-param-device": "deepspeed_config.offload_param_device",
+    "fsdp-sharding-strategy": "fsdp_config.fsdp_sharding_strategy",
+    "fsdp-offload-params": "fsdp_config.fsdp_offload_params",
+}
+
+
+def _accelerate_sharding(values: Values, overridden: Collection[str], assumed: list[str]) -> dict[str, Any]:
+    """The sharding in the file and options of `accelerate launch`; empty if they leave it to the program."""
+    kind = word("distributed_type", values.get("distributed_type") or "no")
     if kind == "fsdp":
         said = str(values.get("fsdp_config.fsdp_sharding_strategy", "FULL_SHARD")).lower()
         what = {"shard_grad_op": "gradients", "2": "gradients", "no_shard": "nothing", "3": "nothing"}.get(
@@ -142,8 +162,11 @@ def accelerate_sharding(values: Values) -> dict[str, Any]:
         offloads = is_on(values, "fsdp_config.fsdp_offload_params")
         return {"sharded": what, "offloads_parameters": offloads, "offloads_optimizer": offloads}
     if kind == "deepspeed":
+        file = values.get("deepspeed_config.deepspeed_config_file")
+        if file:
+            return zero_fields_of_file("deepspeed_config_file", file, overridden, assumed)
         inside = {
-            "zero_optimization.stage": values.get("deepspeed_config.zero_stage", 0),
+            "zero_optimization.stage": values.get("deepspeed_config.zero_stage", 2),
             "zero_optimization.offload_optimizer.device": values.get("deepspeed_config.offload_optimizer_device"),
             "zero_optimization.offload_param.device": values.get("deepspeed_config.offload_param_device"),
         }

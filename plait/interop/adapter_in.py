@@ -194,8 +194,8 @@ def _filled_up(
 def _check_pair(folder: Path, module: PeftModule, pair: tuple[Tensor, Tensor], rank: int) -> None:
     """Raise PlaitError where a module's tensors are not the A and the B of an adapter of this rank."""
     a, b = pair
-    torn = b.shape[0] % module.parts and b.shape[0] != sum(module.outputs)
-    if a.ndim != 2 or b.ndim != 2 or not a.numel() or a.shape[0] != b.shape[1] or torn:
+    are_factors = a.ndim == b.ndim == 2 and a.numel() and a.shape[0] == b.shape[1]
+    if not are_factors or (b.shape[0] % module.parts and b.shape[0] != sum(module.outputs)):
         raise PlaitError(
             f"{module.name} in {folder / ADAPTER_WEIGHTS} has the shapes {list(a.shape)} and {list(b.shape)}, which "
             "cannot be an adapter's: was it saved from one of several ranks?"

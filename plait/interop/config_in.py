@@ -47,7 +47,7 @@ def family_of(config: ConfigValues) -> str:
     if isinstance(kind, str) and kind in MODEL_FAMILIES:
         return kind
     inner = values.get("text_config")
-    if isinstance(inner, Mapping) and inner.get("model_type") in MODEL_FAMILIES:
+    if isinstance(inner, Mapping) and inner.get("model_type") in tuple(MODEL_FAMILIES):
         raise PlaitError(
             f"model_type {kind!r:.40} in config.json is a model of text and more, around a {inner['model_type']}; "
             "plait reads that alone: take the model of its text"

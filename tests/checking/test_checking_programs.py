@@ -90,7 +90,7 @@ def test_nothing_is_left_in_the_program_s_folder(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["program.py"] and not Path("kept.pt").exists()
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(1, 3), (2, 0)])
+@pytest.mark.parametrize(("workers", "steps"), [(1, 3), (2, 0), (0, 3)])
 def test_numbers_that_prove_nothing_are_refused(workers: int, steps: int, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(LOOP, encoding="utf-8")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.checking.recorded import CheckedStep, MicroBatch, RankStep
 from plait.checking.reference import EXACT, StepComparison, compare_step, named_factor, weights_of_loss
+from plait.checking.watch.journal import sampled
 
 COUNTS = ((5.0, 9.0), (20.0, 3.0))
 """Elements of two ranks' two micro-batches."""
@@ -129,3 +130,8 @@ def test_factors_by_name() -> None:
     assert named_factor(3.0, 3, 4) == "world size"
     assert named_factor(0.25, 3, 4) == "1 / accumulation"
     assert named_factor(0.9, 3, 4) == ""
+
+
+def test_a_sparse_gradient_is_written_down_as_the_dense_one_that_it_stands_for() -> None:
+    gradient = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    assert torch.equal(sampled(gradient.to_sparse()), sampled(gradient))

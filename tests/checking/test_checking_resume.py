@@ -177,7 +177,19 @@ def test_a_folder_s_files_are_copied_and_large_data_is_linked(tmp_path: Path) ->
     assert (copy / "large.txt").is_symlink() and not (copy / "large.pt").is_symlink()
 
 
-@pytest.mark.parametrize(("workers", "steps"), [(65, 6), (2, 3)])
+def test_a_copy_inside_of_the_folder_is_not_copied_again(tmp_path: Path) -> None:
+    """As where a check begins in the folder of temporary files; a link that leads nowhere does not end it."""
+    (tmp_path / "train.py").write_text("pass", encoding="utf-8")
+    (tmp_path / "loop").symlink_to("loop")
+    copy = tmp_path / "plait-check-1" / "undisturbed" / "working"
+    copy.mkdir(parents=True)
+    copy_working_folder(tmp_path, copy)
+    assert sorted(one.name for one in copy.iterdir()) == ["loop", "train.py"]
+    with pytest.raises(PlaitError, match="cannot be copied"):
+        copy_working_folder(tmp_path, tmp_path / "train.py" / "copy")
+
+
+@pytest.mark.parametrize(("workers", "steps"), [(65, 6), (2, 3), (0, 6)])
 def test_numbers_that_allow_no_stop_are_refused(workers: int, steps: int, in_folder: Path) -> None:
     (in_folder / "train.py").write_text(RESUMES, encoding="utf-8")
     with pytest.raises(PlaitError, match="choose"):

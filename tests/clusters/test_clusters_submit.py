@@ -31,7 +31,7 @@ from plait.clusters.scaling import NodesForecast, Scaling, pays_sentences, scali
 from plait.clusters.slurm import slurm_cluster, slurm_nodes, slurm_seconds, slurm_time
 from plait.clusters.ssh import lock_lines, parse_ssh_answer
 from plait.clusters.submit import submit_or_show
-from plait.clusters.submitted import SYSTEMS, end_job, job_state_line
+from plait.clusters.submitted import SYSTEMS, end_job, fetch_job, job_log_lines, job_state_line, missing_run_line
 from plait.clusters.target import program_of
 from plait.clusters.tools import complaint_text
 from plait.errors import PlaitError
@@ -353,6 +353,26 @@ def test_a_job_goes_to_slurm_once_and_is_found_by_its_name(tools: Tools, tmp_pat
     tools.add("squeue", "CANCELLED|None\n")
     assert "job 17" in send(REQUEST)
     assert job_state_line("other") is None
+
+
+def test_an_array_s_tasks_are_found_by_its_name(tools: Tools, tmp_path: Path) -> None:
+    (tmp_path / "own.sh").write_text("#SBATCH --array=0-1\n")
+    tools.add("sbatch", "17\n")
+    tools.add("squeue", "COMPLETED|None\nRUNNING|None\n")
+    request = replace(REQUEST, options=("lines=own.sh",))
+    assert "job 17 of Slurm, COMPLETED, RUNNING" in send(request)
+    assert "#SBATCH --output=%x-%A_%a.log\n" in tools.text("sbatch.input")
+    with pytest.raises(PlaitError, match=r"play is job 17 of Slurm already \(RUNNING\)"):
+        send(request)
+    with pytest.raises(PlaitError, match="has printed nothing yet"):
+        list(job_log_lines("play"))
+    for task in range(2):
+        (tmp_path / f"play-17_{task}.log").write_text(f"task {task}\n")
+    assert list(job_log_lines("play")) == ["==> play-17_0.log <==", "task 0", "==> play-17_1.log <==", "task 1"]
+    assert "has not begun" in (missing_run_line("play") or "")
+    (tmp_path / "runs" / "play-1").mkdir(parents=True)
+    with pytest.raises(PlaitError, match=r"a run of its own: plait status play-1$"):
+        fetch_job("play", TerminalScreen(Console(file=io.StringIO())))
 
 
 PARTITIONS = """short*|9:00|n/a

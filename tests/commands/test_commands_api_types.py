@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ def test_the_type_of_every_public_name_is_known(tmp_path: Path) -> None:
     told = subprocess.run(
         [sys.executable, *command, "--outputjson"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # pyright follows the link of an environment's Python, and would look for torch beside what it points to.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), sysconfig.get_path("purelib")))},
         capture_output=True,
         text=True,
         check=False,

@@ -59,7 +59,7 @@ def test_a_joined_host_says_what_it_waits_for_and_a_log_nothing_while_the_run_tr
 def test_a_host_that_stays_joins_again_until_the_run_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host 0 comes late, is lost, stops; a sentence is said once."""
     ends: list[str | PlaitError] = [
-        LeaderNotReached("no run there"), LeaderNotReached("no run there"),
+        LeaderNotReached("no run there; wait"), LeaderNotReached("no run there; wait"),
         RunFailed("host 0 was lost: gone; start it"), "SIGTERM", "finished",
     ]  # fmt: skip
     monkeypatch.setenv("PLAIT_SECRET", new_secret().text)
@@ -76,7 +76,7 @@ def test_a_host_that_stays_joins_again_until_the_run_is_finished(monkeypatch: py
     assert stay_joined("a:1", secret_file=None, screen=screen, wait=waited.append) == "finished"
     assert not ends and len(waited) == 4 and len(set(map(id, used))) == 1
     assert screen.lines == [
-        "waits    for a run at a:1; Ctrl-C leaves",
+        "waits    no run there; Ctrl-C leaves",
         "waits    host 0 was lost: gone; this host rejoins by itself, Ctrl-C leaves",
         "waits    until the run continues at a:1; Ctrl-C leaves",
     ]

@@ -14,9 +14,11 @@ from benchmarks.foreign_configs import ROWS, figures, judged
 from plait.commands.check_file import check_configuration
 from plait.errors import PlaitError
 from plait.foreign_configs.answer import checked_config_json, checked_config_text
+from plait.foreign_configs.changes import helpful_change
 from plait.foreign_configs.forecast import RunForecast, forecast
 from plait.foreign_configs.models import model_numbers, model_size_of
 from plait.foreign_configs.reading import read_configuration
+from plait.foreign_configs.torchtitan import TORCHTITAN_TOML
 from plait.machines.cluster import read_cluster
 from tests.foreign_configs import texts
 
@@ -125,6 +127,18 @@ def test_a_run_that_does_not_fit_is_made_to_fit_without_other_mathematics(tmp_pa
     assert checked.change is not None and checked.change.keeps_mathematics
     assert checked.change.after.verdict == "fits"
     assert checked.change.after.workload.batch_sequences == checked.found.workload.batch_sequences
+
+
+def test_a_pipeline_s_micro_batch_is_changed_by_its_own_key(tmp_path: Path) -> None:
+    """In torchtitan local_batch_size is what a pipeline takes in a step, and not its micro-batch."""
+    text = texts.TORCHTITAN.replace("local_batch_size = 2", "local_batch_size = 32").replace(
+        "tensor_parallel_degree = 2", "pipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 32"
+    )
+    found = forecast_of(text, "a.toml", tmp_path, "8xH100")
+    ways = {key: value for key, value in TORCHTITAN_TOML.changes.items() if "micro-batch" in key}
+    change = helpful_change(found, found.cluster, replace(TORCHTITAN_TOML, changes=ways))
+    assert found.verdict == "does not fit" and change is not None
+    assert change.text.startswith("parallelism.pipeline_parallel_microbatch_size = ")
 
 
 def published_rows() -> list[dict[str, str]]:

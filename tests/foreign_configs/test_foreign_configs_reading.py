@@ -127,6 +127,16 @@ BAD = {
                   "--num-attention-heads 2 --micro-batch-size 1 --tensor-model-parallel-size $TP\n",
                   "depends-on-a-condition"),
     "unsaid.sh": ("python pretrain_gpt.py --num-layers 2 --micro-batch-size 1\n", "no --hidden-size, --num-attention"),
+    "then.sh": ("TP=1\nif [ x ]; then TP=2; fi\npython pretrain_gpt.py --num-layers 2 --hidden-size 64 "
+                "--num-attention-heads 2 --micro-batch-size 1 --tensor-model-parallel-size $TP\n",
+                "depends-on-a-condition"),
+    "large.sh": (f"A=$(({'*'.join(['9' * 18] * 300)}))\npython pretrain_gpt.py --num-layers $A --hidden-size 64 "
+                 "--num-attention-heads 2 --micro-batch-size 1\n", "known only when it runs"),
+    "doubled.sh": ("A=xx\n" + 'A="$A$A"\n' * 60 + "python a.py --num-layers $A\n", "more than 1,000,000 characters"),
+    "large.yaml": (f"base_model: gpt2\nsequence_len: 0x{'f' * 5000}\n", "a number of 20,000 bits"),
+    "large.py": (f"a = SFTConfig(max_steps=0x{'f' * 5000})\n", "max_steps is 'an expression'"),
+    "stage.json": ('{"zero_optimization": {"stage": 2.0}}', "stage = 2.0 is not 0, 1, 2 or 3"),
+    "processes.sh": ("accelerate launch --config_file acc.yaml sft.py --max_steps 3\n", "num_processes = 0 is too"),
     "twice.sh": ("python pretrain_gpt.py --num-layers 2 --num-layers 3 --micro-batch-size 1\n", "--num-layers twice"),
 }  # fmt: skip
 
@@ -135,6 +145,7 @@ BAD = {
 def test_what_cannot_be_read_is_one_sentence(file: str, tmp_path: Path) -> None:
     text, sentence = BAD[file]
     (tmp_path / file).write_text(text)
+    (tmp_path / "acc.yaml").write_text("num_processes: 0\n")
     with pytest.raises(PlaitError, match=sentence) as raised:
         read_configuration(str(tmp_path / file))
     assert "\n" not in str(raised.value)
@@ -157,6 +168,10 @@ def test_few_lines_of_aliases_do_not_become_billions(tmp_path: Path) -> None:
     (tmp_path / "bomb.yaml").write_text("\n".join(lines))
     with pytest.raises(PlaitError, match=r"more than 20,000 values"):
         read_configuration(str(tmp_path / "bomb.yaml"))
+    merged = [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}" for i in range(1, 12)]
+    (tmp_path / "merged.yaml").write_text("\n".join([lines[0], *merged]))
+    with pytest.raises(PlaitError, match="no format that plait knows"):
+        read_configuration(str(tmp_path / "merged.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -184,3 +199,84 @@ def test_programs_are_told_from_configurations() -> None:
 def test_every_word_that_can_be_said_is_in_the_guide() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guide-check.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in guide for name in OVERRIDES)
+
+
+MEGATRON = (
+    "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --micro-batch-size 1"
+)
+SCRIPTS = {
+    "variables set for one command": (
+        f"export A=1 B=2\nCUDA_VISIBLE_DEVICES=0,1 NAME='a b' torchrun --nproc-per-node 2 {MEGATRON}\n",
+        {"devices": 2},
+    ),
+    "a sum, products first": (
+        f"A=2\nB=$(( A + 3 * (A + 1) ))\ntorchrun {MEGATRON} --global-batch-size $B\n", {"batch_sequences": 11},
+    ),
+    "nodes that only the cluster knows": (
+        f"torchrun --nnodes $SLURM_NNODES --nproc-per-node 2 {MEGATRON}\n", {"devices": None},
+    ),
+    "a declared array": (
+        f"declare -a A=(\n  {MEGATRON[15:]}\n)\ntorchrun pretrain_gpt.py ${{A[@]}}\n", {"sequence": 64},
+    ),
+    "words that look like variables": (
+        f"A=${{NAME:-a b}} B=$(date +'%Y') C=\\a\\b torchrun --nproc-per-node 2 {MEGATRON}\n", {"devices": 2},
+    ),
+    "options of accelerate": (
+        "accelerate launch --mixed_precision bf16 --use_deepspeed --zero_stage 3 sft.py --max_steps 3\n",
+        {"precision": "bf16", "sharded": "parameters"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_read_as_a_shell_reads_them(name: str, tmp_path: Path) -> None:
+    text, expected = SCRIPTS[name]
+    (tmp_path / "run.sh").write_text(text)
+    _, run = read_configuration(str(tmp_path / "run.sh"))
+    assert {field: getattr(run, field) for field in expected} == expected
+
+
+def test_a_command_longer_than_a_files_name_is_read() -> None:
+    _, run = read_configuration(f"torchrun --nproc-per-node 2 {MEGATRON} --save /somewhere/{'x' * 300}")
+    assert run.devices == 2
+
+
+AXOLOTL_VALUES = {
+    "fsdp_version: 2\nfsdp_config: {activation_checkpointing: false}\n": {"recompute": "none"},
+    "deepspeed: {zero_optimization: {stage: 2}}\n": {"sharded": "gradients"},
+    "deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_params.json\n": {
+        "sharded": "parameters", "offloads_parameters": True, "offloads_optimizer": False,
+    },
+    "deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json\n": {
+        "offloads_parameters": True, "offloads_optimizer": True,
+    },
+    "bf16: auto\nfp16: auto\n": {"precision": "bf16"},
+    "mid: &mid {<<: {micro_batch_size: 2}, micro_batch_size: 3}\n<<: *mid\n": {"micro_sequences": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", AXOLOTL_VALUES)
+def test_values_of_yaml(lines: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base_model: gpt2\nsequence_len: 64\n" + lines)
+    _, run = read_configuration(str(tmp_path / "a.yaml"))
+    assert {field: getattr(run, field) for field in AXOLOTL_VALUES[lines]} == AXOLOTL_VALUES[lines]
+
+
+@pytest.mark.parametrize(("devices", "sharded"), [("devices: auto\n", "parameters"), ("", "nothing")])
+def test_litgpt_shards_where_it_takes_all_devices(devices: str, sharded: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(texts.LITGPT.replace("devices: 1\n", devices))
+    _, run = read_configuration(str(tmp_path / "a.yaml"))
+    assert (run.sharded, run.devices) == (sharded, None if devices else 1)
+
+
+def test_options_of_a_command_count_with_either_dash(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base_model: gpt2\nsequence_len: 64\nmicro_batch_size: 1\n")
+    (tmp_path / "run.sh").write_text("axolotl train a.yaml --micro-batch-size 4\n")
+    _, run = read_configuration(str(tmp_path / "run.sh"))
+    assert (run.micro_sequences, run.unknown) == (4, ())
+
+
+def test_a_stage_that_a_person_says_is_not_assumed(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base_model: gpt2\nsequence_len: 64\ndeepspeed: mine.json\n")
+    _, run = read_configuration(str(tmp_path / "a.yaml"), ["sharded=parameters"])
+    assert run.sharded == "parameters" and not any("ZeRO" in line for line in run.assumed)

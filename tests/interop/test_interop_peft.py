@@ -261,6 +261,10 @@ CASES: dict[str, tuple[Break, str]] = {
         tensors(lambda found: found.update({f"{FIRST}.lora_A.weight": torch.zeros(0)})),
         "which cannot be an adapter's: was it saved from one of several ranks",
     ),
+    "a number in place of a matrix": (
+        tensors(lambda found: found.update({f"{FIRST}.lora_B.weight": torch.ones(())})),
+        "which cannot be an adapter's",
+    ),
     "another width": (
         tensors(lambda found: found.update({f"{FIRST}.lora_A.weight": torch.zeros(3, 999)})),
         r"is of another base: its layers\.0\.attention\.q\.lora_a has the shape \[3, 999\], and this model asks for",

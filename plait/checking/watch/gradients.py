@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from plait.checking.watch.call_site import call_path, call_site
-from plait.checking.watch.journal import Journal, sampled
+from plait.checking.watch.journal import Journal, as_dense, sampled
 from plait.checking.watch.loss_terms import (
     compares_samples,
     find_terms,
@@ -301,7 +301,7 @@ class GradientWatch:
             gradient = holder.grad
             if gradient is None:
                 gradient = getattr(parameter, "grad", None)
-            if gradient is None or not bool(_local(gradient).any()):
+            if gradient is None or not bool(as_dense(_local(gradient)).any()):
                 for number, gradient in self._contributions.pop(held):
                     if self._in_step:
                         continue  # a closure that an optimizer such as LBFGS evaluates several times
@@ -544,7 +544,7 @@ def _digest(*tensors: Tensor) -> str:
     """A short hash of the tensors' values; of very large ones, of the beginning."""
     found = hashlib.blake2b(digest_size=8)
     for one in tensors:
-        flat = _local(one).detach().reshape(-1)[:_HASHED_AT_MOST].contiguous()
+        flat = as_dense(_local(one).detach()).reshape(-1)[:_HASHED_AT_MOST].contiguous()
         found.update(str(tuple(one.shape)).encode())
         found.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
     return found.hexdigest()

@@ -43,11 +43,17 @@ class Journal:
 
 
 def sampled(tensor: Tensor) -> Tensor:
-    """A flat copy of a tensor, or of `SAMPLED` elements of a large one, the same ones for each shape."""
-    flat = tensor.detach().reshape(-1)
+    """A flat copy of a tensor, or of `SAMPLED` elements of a large one, the same ones for each shape. A sparse tensor,
+    such as a sparse embedding's gradient, counts with its zeros."""
+    flat = as_dense(tensor.detach()).reshape(-1)
     if flat.numel() <= SAMPLED:
         return flat.clone()
     steps = torch.arange(SAMPLED, dtype=torch.int64)
     stride = flat.numel() // SAMPLED
     # An odd step inside each stretch, so that columns of a matrix are not left out.
     return flat[steps * stride + (steps * 40_503) % stride].clone()
+
+
+def as_dense(tensor: Tensor) -> Tensor:
+    """The tensor, made dense if it is sparse."""
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()

@@ -59,7 +59,7 @@ class Supervision:
         self._verdict: PlaitError | None = None
         self._stopped_by: StoppedBy = "finished"
         self._signalled_here = False
-        self._limit_at_s = math.inf
+        self._limit_at_s, self._killed_s = math.inf, math.inf
         self._enter("starting", timeouts.start_s)
 
     def run(self) -> StoppedBy:
@@ -228,7 +228,10 @@ class Supervision:
 
     def _time_is_up(self) -> None:
         if self._phase == "killed":
-            self._open.clear()
+            if self._must_hear_of_the_end():
+                self._deadline = time.monotonic() + _LOOK_AGAIN_S
+            else:
+                self._open.clear()
         elif self._phase == "ending":
             self._kill_servers()
         elif self._phase == "running":
@@ -240,6 +243,12 @@ class Supervision:
             self._enter("collecting", self._timeouts.host_s)
         else:
             self._give_up_waiting()
+
+    def _must_hear_of_the_end(self) -> bool:
+        """Whether to wait for joined hosts that have not said that their part is over: one that is busy says so late,
+        and takes no other job before. Of one that is lost its connection tells."""
+        goes_on = self._stopped_by == "finished" and any(site.host for site in self._open)
+        return goes_on and time.monotonic() < self._killed_s + self._timeouts.busy_s
 
     def _look_for_unreported_deaths(self) -> None:
         overdue_s = time.monotonic() - self._reports.first_due_s(self._alive)
@@ -275,6 +284,7 @@ class Supervision:
                 site.signal(order, why)
 
     def _kill_servers(self) -> None:
+        self._killed_s = time.monotonic()
         self._enter("killed", self._timeouts.kernel_s)
         for site in self._open:
             site.kill()
