@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from plait.errors import PlaitError
+from plait.foreign_configs.syntax import json_values, yaml_values
+from plait.regular_file import read_regular_text
 
 _TORCHRUN_FLAGS = {"--standalone", "--no-python", "--no_python", "--run-path", "--run_path"}
 _PYTHON_VALUES = {"-X", "-W", "--check-hash-based-pycs"}
 _LAUNCH_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun",
                    "accelerate.commands.launch": "accelerate", "accelerate": "accelerate"}  # fmt: skip
+_ACCELERATE_KINDS = {"multi_gpu", "tpu", "tpu_use_cluster", "use_deepspeed", "use_fsdp", "use_megatron_lm"}
+"""Options of accelerate launch that count more than the distributed_type of its configuration file."""
+_ACCELERATE_UNSUPPORTED = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "TPU", "XLA"}
+_CONFIG_BYTES = 1 << 20
 _OTHERS = {"srun": "Slurm", "mpirun": "MPI", "mpiexec": "MPI", "deepspeed": "DeepSpeed's launcher", "uv": "uv",
            "poetry": "poetry", "conda": "conda", "bash": "a shell", "sh": "a shell"}  # fmt: skip
 OUTPUT_ARGUMENTS = ("output_dir", "out_dir", "save_dir", "checkpoint_dir", "ckpt_dir", "logging_dir", "log_dir",
@@ -34,6 +41,8 @@ class WatchedProgram:
     environment: Mapping[str, str]
     python: str = ""
     """The path of the interpreter in the command; empty for the one that runs plait."""
+    changed: tuple[str, ...] = ()
+    """What the launcher would have done differently, for the report."""
 
 
 def read_launch_command(words: Sequence[str]) -> WatchedProgram:
@@ -58,7 +67,7 @@ def read_launch_command(words: Sequence[str]) -> WatchedProgram:
         )
     if first == "torchrun":
         program = _torchrun(rest[1:])
-    elif first == "accelerate":
+    elif first in ("accelerate", "accelerate-launch"):
         program = _accelerate(rest[1:])
     elif first.startswith(("python", "pypy")):
         program = _python(rest[1:])
@@ -116,27 +125,71 @@ def _torchrun(words: Sequence[str]) -> WatchedProgram:
 
 
 def _accelerate(words: Sequence[str]) -> WatchedProgram:
-    rest = list(words[1:] if words and words[0] in ("launch", "accelerate-launch") else words)
-    workers, environment = None, {}
+    kind, rest = "file", list(words[1:] if words and words[0] == "launch" else words)
+    options: dict[str, str] = {}
     while rest and not rest[0].endswith(".py"):
         option, equals, value = rest.pop(0).partition("=")
         if option in ("-m", "--module"):
-            found = _named("module", rest, "accelerate launch")
-            return replace(found, workers=workers, environment=environment)
+            kind = "module"
+            break
         takes = equals or (rest and not rest[0].startswith("-") and not rest[0].endswith(".py"))
-        value = value if equals else rest.pop(0) if takes else ""
-        name = option.replace("-", "_")
-        if name == "__num_processes" and value.isdecimal():
-            workers = int(value)
-        elif name == "__mixed_precision":
-            environment["ACCELERATE_MIXED_PRECISION"] = "no" if value == "fp16" else value
-        elif name == "__gradient_accumulation_steps":
-            environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = value
-        elif name in ("__use_deepspeed", "__use_megatron_lm", "__use_fsdp", "__config_file"):
+        options[option.lstrip("-").replace("-", "_")] = value if equals else rest.pop(0) if takes else ""
+    for name in ("use_deepspeed", "use_fsdp", "use_megatron_lm"):
+        if name in options:
             raise PlaitError(
-                f"accelerate launch {option} is not supported by plait check", "check the plain DDP form of the program"
+                f"accelerate launch --{name} is not supported by plait check", "check the plain DDP form of the program"
             )
-    return replace(_named("file", rest, "accelerate launch"), workers=workers, environment=environment)
+    settings = {**_accelerate_config(options), **options}
+    machines, workers = _number(settings.get("num_machines")), _number(settings.get("num_processes"))
+    if machines is not None and machines > 1:
+        raise PlaitError(
+            f"num_machines {machines}: plait check runs on one machine",
+            "give it one: accelerate launch --num_machines 1 --num_processes 2 train.py",
+        )
+    found = _named(kind, rest, "accelerate launch")
+    precision, changed = str(settings.get("mixed_precision") or "no"), ()
+    if precision in ("fp16", "fp8"):
+        changed = (f"accelerate's mixed precision {precision}, which needs a GPU, is off",)
+        precision = "no"
+    environment = {"ACCELERATE_MIXED_PRECISION": precision} if settings.get("mixed_precision") else {}
+    return replace(found, workers=workers, environment=environment, changed=changed)
+
+
+def _accelerate_config(options: Mapping[str, str]) -> Mapping[str, Any]:
+    """What the configuration file says that accelerate launch would read: the named one, else the person's default.
+
+    Raises PlaitError for a launch that plait check does not support.
+    """
+    named = options.get("config_file", "")
+    path = Path(named) if named else _default_accelerate_config()
+    if not named and ("cpu" in options or not path.is_file()):
+        return {}
+    try:
+        text = read_regular_text(path, _CONFIG_BYTES)
+    except (OSError, ValueError) as error:
+        why = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise PlaitError(f"{path}, accelerate's configuration, {why}", "check the path after --config_file") from None
+    values = json_values(text, str(path)) if path.suffix == ".json" else yaml_values(text, str(path))
+    kind = str(values.get("distributed_type", "NO")).upper()
+    if kind in _ACCELERATE_UNSUPPORTED and _ACCELERATE_KINDS.isdisjoint(options):
+        raise PlaitError(
+            f"{path} asks for {kind}, which plait check does not support",
+            "check the plain DDP form of the program: accelerate launch --multi_gpu train.py",
+        )
+    # A file of one process, as `accelerate config` writes for one GPU, says nothing about how many to compare.
+    found = {name: values.get(name) for name in ("num_machines", "num_processes", "mixed_precision")}
+    return {**found, "num_processes": None} if found["num_processes"] == 1 else found
+
+
+def _default_accelerate_config() -> Path:
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def _number(value: object) -> int | None:
+    """A whole number of an option or a configuration; None for another value."""
+    text = str(value)
+    return int(text) if text.isdecimal() and len(text) <= 6 else None
 
 
 def _python(words: Sequence[str]) -> WatchedProgram:

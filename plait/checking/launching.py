@@ -54,8 +54,14 @@ class RankProcess(Protocol):
         ...
 
 
+OnPace = Callable[[float, float], None]
+"""Called once, after rank 0's second optimizer step: seconds to the first step, and of a step."""
 StartRank = Callable[[Path, Mapping[str, str], Path], RankProcess]
 """Starts a rank; takes the request's file, the rank's environment, and the log file for its output."""
+
+
+def ignore_pace(first_s: float, step_s: float) -> None:
+    """An OnPace that says nothing."""
 
 
 def start_process(request: Path, environment: Mapping[str, str], log: Path) -> RankProcess:
@@ -83,6 +89,7 @@ def run_watched(
     working: Path | None = None,
     stop_after: int | None = None,
     grace_s: float = GRACE_S,
+    on_pace: OnPace = ignore_pace,
     start: StartRank = start_process,
 ) -> WatchedLaunch:
     """Start the ranks, wait until their steps are recorded and then for `after_s` (or as long as the steps took, if
@@ -114,10 +121,8 @@ def run_watched(
         for rank in range(workers):
             environment = rank_environment(os.environ, program, folder, rank, workers, port)
             started.append(start(request, environment, folder / f"rank-{rank}.log"))
-        if stop_after is None:
-            ending = _wait(started, folder, "checked", silent_s=silent_s, limit_s=limit_s, after_s=after_s)
-        else:
-            ending = _wait(started, folder, "stopping", silent_s=silent_s, limit_s=limit_s, after_s=grace_s)
+        event, event_s = ("checked", after_s) if stop_after is None else ("stopping", grace_s)
+        ending = _wait(started, folder, event, silent_s=silent_s, limit_s=limit_s, after_s=event_s, on_pace=on_pace)
         codes = tuple(one.poll() for one in started)
     finally:
         _end(started)
@@ -164,6 +169,7 @@ def _wait(
     silent_s: float,
     limit_s: float,
     after_s: float,
+    on_pace: OnPace,
 ) -> RunEnding:
     """Wait until the program is over, or for `after_s` after an event: all ranks have recorded their steps, or the
     first one has got its signal. After a signal, a failing rank is only a consequence of the stop."""
@@ -171,6 +177,7 @@ def _wait(
     sizes, checked = [0] * len(started), [False] * len(started)
     began = grew = time.monotonic()
     checked_at = failed_at = busy_s = 0.0
+    steps_s: list[float] = []
     while True:
         now = time.monotonic()
         for rank, file in enumerate(files):
@@ -178,7 +185,11 @@ def _wait(
                 size = file.stat().st_size
                 if size != sizes[rank]:
                     grew = now
-                    checked[rank] = checked[rank] or _mentions(event, file, sizes[rank])
+                    checked[rank] = checked[rank] or _mentions(event, file, sizes[rank]) > 0
+                    if rank == 0 and len(steps_s) < 2:
+                        steps_s += [now - began] * _mentions("step", file, sizes[rank])
+                        if len(steps_s) > 1:
+                            on_pace(steps_s[0], steps_s[1] - steps_s[0])
                     sizes[rank] = size
         if (used := sum(_processor_s(one.pid) for one in started)) > busy_s + _BUSY_S:
             busy_s, grew = used, now  # imports, and long computations
@@ -211,11 +222,12 @@ def _processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _mentions(event: str, file: Path, start: int) -> bool:
+def _mentions(event: str, file: Path, start: int) -> int:
+    """How many events of a kind a file got after its first `start` bytes."""
     text = f'"kind": "{event}"'.encode()
     with file.open("rb") as opened:
-        opened.seek(max(0, start - len(text)))
-        return text in opened.read()
+        opened.seek(max(0, start - len(text) + 1))
+        return opened.read().count(text)
 
 
 def _end(started: Sequence[RankProcess]) -> None:

@@ -15,8 +15,10 @@ from plait.checking.findings import CheckReport, check_report_lines
 from plait.checking.launch_command import WatchedProgram, read_launch_command, with_outputs_in
 from plait.checking.launching import (
     LIGHT_AT_LEAST_S,
+    OnPace,
     StartRank,
     WatchedLaunch,
+    ignore_pace,
     log_tail,
     read_events,
     run_watched,
@@ -25,9 +27,12 @@ from plait.checking.launching import (
 from plait.errors import PlaitError
 from plait.launch.local.guard import require_linux
 from plait.screen.screen import Screen
+from plait.units import format_duration
 
 WORKERS_AT_MOST = 64
 DEFAULT_WORKERS, DEFAULT_STEPS = 2, 6
+_SAID_FROM_S = 10.0
+OFFLINE = "the program ran offline (WANDB_MODE, HF_HUB_OFFLINE), without GPUs and without torch.compile"
 
 
 def check(
@@ -58,13 +63,17 @@ def check(
         program, moved = with_outputs_in(program, folder / "outputs")
         screen.print(_introduction(program, count, steps, moved))
 
-        def watched(where: str, workers: int, after_s: float = LIGHT_AT_LEAST_S) -> WatchedLaunch:
+        def watched(where: str, workers: int, after_s: float, on_pace: OnPace) -> WatchedLaunch:
             return run_watched(
                 program, folder / where, workers=workers, steps=steps, silent_s=silent_s, limit_s=limit_s,
-                after_s=after_s, start=start,
+                after_s=after_s, on_pace=on_pace, start=start,
             )  # fmt: skip
 
-        run = watched("run", count)
+        def say_how_long(first_s: float, step_s: float) -> None:
+            after_s = max(LIGHT_AT_LEAST_S, first_s + (steps - 1) * step_s)
+            print_what_is_left(screen, (steps - 2) * step_s + after_s, first_s, step_s)
+
+        run = watched("run", count, LIGHT_AT_LEAST_S, say_how_long)
         events = [read_events(folder / "run", rank) for rank in range(count)]
         if (unable := why_unusable(run, events, folder / "run", limit_s, silent_s)) is not None:
             report = CheckReport(
@@ -78,14 +87,14 @@ def check(
             @cache
             def other_workers() -> Mapping[tuple[int, int], Mapping[str, float]] | None:
                 for more in (count + 1, 2 * count):  # a batch that three ranks cannot share may divide by four
-                    ended = watched(f"on-{more}", more, after_s=0).ending in ("enough", "ended")
-                    if ended and (weights := _weights_on(folder / f"on-{more}", more)):
+                    other = watched(f"on-{more}", more, 0.0, ignore_pace)
+                    if other.ending in ("enough", "ended") and (weights := _weights_on(folder / f"on-{more}", more)):
                         return weights
                 return None
 
             report = judge(folder / "run", events, wall_s=run.wall_s, other_workers=other_workers)
-    offline = "the program ran offline (WANDB_MODE, HF_HUB_OFFLINE), without GPUs and without torch.compile"
-    return replace(report, changed=(offline, *(f"{one} went to a temporary folder" for one in moved), *report.changed))
+    outputs = [f"{one} went to a temporary folder" for one in moved]
+    return replace(report, changed=(OFFLINE, *program.changed, *outputs, *report.changed))
 
 
 def report_text(report: CheckReport, *, as_json: bool) -> str:
@@ -93,6 +102,15 @@ def report_text(report: CheckReport, *, as_json: bool) -> str:
     if as_json:
         return json.dumps(report.as_json(), indent=2)
     return "\n".join(check_report_lines(report))
+
+
+def print_what_is_left(screen: Screen, left_s: float, first_s: float, step_s: float) -> None:
+    """Say how long a check still takes, by its program's first two steps, where that is worth a line."""
+    if left_s >= _SAID_FROM_S:
+        screen.print(
+            f"expect   about {format_duration(round(left_s))} more: {format_duration(float(f'{first_s:.2g}'))} to the "
+            f"first step, {format_duration(float(f'{step_s:.2g}'))} for each step after it"
+        )
 
 
 def _introduction(program: WatchedProgram, workers: int, steps: int, moved: Sequence[str]) -> str:

@@ -10,10 +10,18 @@ from tempfile import TemporaryDirectory
 
 from plait.checking.findings import CheckReport
 from plait.checking.launch_command import WatchedProgram, output_folders, read_launch_command, with_outputs_in
-from plait.checking.launching import GRACE_S, StartRank, read_events, run_watched, start_process
+from plait.checking.launching import GRACE_S, OnPace, StartRank, ignore_pace, read_events, run_watched, start_process
 from plait.checking.recorded import Event
 from plait.checking.working_copy import copy_working_folder, files_in
-from plait.commands.check import DEFAULT_STEPS, DEFAULT_WORKERS, WORKERS_AT_MOST, require_same_python, why_unusable
+from plait.commands.check import (
+    DEFAULT_STEPS,
+    DEFAULT_WORKERS,
+    OFFLINE,
+    WORKERS_AT_MOST,
+    print_what_is_left,
+    require_same_python,
+    why_unusable,
+)
 from plait.errors import PlaitError
 from plait.launch.local.guard import require_linux
 from plait.screen.screen import Screen
@@ -48,10 +56,15 @@ def check_resume(
         f"checks   {program.name}: {steps} steps on {count} processes; then {steps // 2} steps, SIGTERM and a second "
         "start. It runs in copies of this folder; files that it writes elsewhere go to their usual places"
     )
+
+    def say_how_long(first_s: float, step_s: float) -> None:
+        starts_s = 2 * first_s + (steps // 2 + steps) * step_s  # the stopped one and the second one
+        print_what_is_left(screen, (steps - 2) * step_s + starts_s, first_s, step_s)
+
     with TemporaryDirectory(prefix="plait-check-") as name:
         trial = _Trial(
             program=_seen_from_here(program), again=again, workers=count, steps=steps, silent_s=silent_s,
-            limit_s=limit_s, grace_s=grace_s, start=start,
+            limit_s=limit_s, grace_s=grace_s, on_pace=say_how_long, start=start,
         )  # fmt: skip
         return trial.report(Path(name))
 
@@ -82,6 +95,8 @@ class _Trial:
     silent_s: float
     limit_s: float
     grace_s: float
+    on_pace: OnPace
+    """For the undisturbed start."""
     start: StartRank
 
     def report(self, folder: Path) -> CheckReport:
@@ -130,7 +145,7 @@ class _Trial:
         return CheckReport(
             outcome="differs" if verdict.findings else "proven", workers=self.workers, steps=self.steps,
             parameters=len(names["parameters"]) if names else 0, largest_error=None, findings=tuple(verdict.findings),
-            reasons=notes, changed=_changed(whole), stopped_after=verdict.stopped_after,
+            reasons=notes, changed=self._changed(whole), stopped_after=verdict.stopped_after,
             resumed_after=verdict.resumed_after,
         )  # fmt: skip
 
@@ -147,7 +162,8 @@ class _Trial:
         launch = run_watched(
             _writing_below(self.program, words, folder / "outputs"), folder / name, workers=self.workers,
             steps=self.steps, silent_s=self.silent_s, limit_s=self.limit_s, after_s=0, working=folder / "working",
-            stop_after=stop_after, grace_s=self.grace_s, start=self.start,
+            stop_after=stop_after, grace_s=self.grace_s,
+            on_pace=self.on_pace if name == "only" else ignore_pace, start=self.start,
         )  # fmt: skip
         events = [read_events(folder / name, rank) for rank in range(self.workers)]
         unusable = why_unusable(launch, events, folder / name, self.limit_s, self.silent_s) or ""
@@ -158,13 +174,12 @@ class _Trial:
     def _cannot_judge(self, start: _Start, *reasons: str) -> CheckReport:
         return CheckReport(
             outcome="cannot judge", workers=self.workers, steps=0, parameters=0, largest_error=None, reasons=reasons,
-            changed=_changed(start),
+            changed=self._changed(start),
         )  # fmt: skip
 
-
-def _changed(start: _Start) -> tuple[str, ...]:
-    offline = "the program ran offline (WANDB_MODE, HF_HUB_OFFLINE), without GPUs and without torch.compile"
-    return (offline, *dict.fromkeys(e["what"] for rank in start.events for e in rank if e["kind"] == "stand_in"))
+    def _changed(self, start: _Start) -> tuple[str, ...]:
+        stand_ins = dict.fromkeys(e["what"] for rank in start.events for e in rank if e["kind"] == "stand_in")
+        return (OFFLINE, *self.program.changed, *stand_ins)
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:

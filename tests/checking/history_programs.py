@@ -113,6 +113,68 @@ for step in range(6):
     optimizer.zero_grad()
 """
 
+_ACCELERATE = """
+import os
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+
+set_seed(0)
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+g = torch.Generator().manual_seed(1)
+data = torch.utils.data.TensorDataset(torch.randn(24, 8, generator=g), torch.randn(24, 1, generator=g))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+done = 0
+if os.path.exists("saved/done"):
+    accelerator.load_state("saved")
+    done = int(open("saved/done").read())
+for epoch in range(done // len(loader), 5):
+    loader.set_epoch(epoch)
+    skipped = done % len(loader)
+    batches = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+    for x, y in batches:
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        done += 1
+        accelerator.save_state("saved")
+        if accelerator.is_main_process:
+            with open("saved/done", "w") as file:
+                file.write(str(done))
+        accelerator.wait_for_everyone()
+"""
+_RESUMED_TRAINER = f"""
+import glob
+import sys
+import torch
+
+sys.modules["datasets"] = None  # a newer one than that release can import; the Trainer does without
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+class Texts(torch.utils.data.Dataset):
+    rows = torch.randint(1, 60, (12, 8), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        return {{"input_ids": self.rows[i], "labels": self.rows[i]}}
+
+
+torch.manual_seed(0)
+args = TrainingArguments(
+    output_dir="saved", per_device_train_batch_size=2, num_train_epochs=5, learning_rate=1e-3, logging_steps=1,
+    save_steps=1, report_to=[], use_cpu=True,
+)
+trainer = Trainer(model=LlamaForCausalLM({_LLAMA}), args=args, train_dataset=Texts())
+trainer.train(resume_from_checkpoint=bool(glob.glob("saved/checkpoint-*")))
+"""
+
 _TRANSFORMERS = "https://github.com/huggingface/transformers"
 CASES: Sequence[HistoricalCase] = (
     HistoricalCase(
@@ -140,3 +202,16 @@ CASES: Sequence[HistoricalCase] = (
         text=_TORCHTITAN, kind="mean_of_means", link="https://github.com/pytorch/torchtitan/issues/1842",
     ),
 )  # fmt: skip
+
+RESUMING_CASES: Sequence[HistoricalCase] = (
+    HistoricalCase(
+        name="accelerate 1.14.0: a later epoch goes on in the first one's order", packages=["accelerate==1.14.0"],
+        text=_ACCELERATE, kind="resumed_data", link="https://github.com/huggingface/accelerate/pull/4071",
+    ),
+    HistoricalCase(
+        name="transformers 4.56.2: a later epoch goes on in the first one's order",
+        packages=["transformers==4.56.2", "tokenizers==0.22.0", "huggingface_hub==0.35.0", "accelerate==1.10.1"],
+        text=_RESUMED_TRAINER, kind="resumed_data", link=f"{_TRANSFORMERS}/issues/40690",
+    ),
+)  # fmt: skip
+"""Mistakes that show when a program was stopped and started again: each stops within its second epoch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,11 +10,15 @@ import pytest
 from faulty_cases import FIRST_FAULTS, changed
 from forked_rank import start_forked
 from program_texts import CLASSIFIER, LOOP
+from rich.console import Console
 
 from plait.checking.findings import CheckReport
-from plait.commands.check import check, report_text
+from plait.checking.launch_command import read_launch_command
+from plait.checking.launching import run_watched
+from plait.commands.check import check, print_what_is_left, report_text
 from plait.commands.python_call import screen_for
 from plait.errors import PlaitError
+from plait.screen.terminal import TerminalScreen
 
 
 def checked(text: str, folder: Path, *, steps: int = 3, silent_s: float = 240) -> CheckReport:
@@ -28,6 +33,29 @@ def test_a_sound_program_is_proven(tmp_path: Path) -> None:
     assert report.outcome == "proven" and report.exit_code == 0, report
     assert (report.steps, report.parameters, report.findings) == (3, 8, ())
     assert report.largest_error is not None and report.largest_error < 1e-6
+
+
+def test_how_long_it_takes_is_said_once_after_two_steps(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(CLASSIFIER, encoding="utf-8")
+    paces: list[tuple[float, float]] = []
+    run = run_watched(
+        read_launch_command(["torchrun", str(program)]), tmp_path / "run", workers=2, steps=3, silent_s=240,
+        limit_s=600, after_s=0, on_pace=lambda *pace: paces.append(pace), start=start_forked,
+    )  # fmt: skip
+    assert len(paces) == 1
+    first_s, step_s = paces[0]
+    assert 0 <= step_s < run.wall_s and 0 < first_s < run.wall_s
+
+
+def test_a_short_check_says_nothing_of_its_time() -> None:
+    shown = io.StringIO()
+    screen = TerminalScreen(Console(file=shown))
+    print_what_is_left(screen, 9.0, 3.0, 1.0)
+    print_what_is_left(screen, 95.4, 30.21, 6.512)
+    assert shown.getvalue() == (
+        "expect   about 1 min 35 s more: 30 s to the first step, 6.5 s for each step after it\n"
+    )
 
 
 def test_a_missing_sum_is_named_with_its_first_parameter_and_line(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def save():
 
 
 if os.path.exists(path):
-    state = torch.load(path)
+    state = torch.load(path, map_location=f"cuda:{rank}")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["schedule"])

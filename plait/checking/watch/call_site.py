@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
 
-_LIBRARIES = tuple({str(Path(sysconfig.get_paths()[kind]).resolve()) for kind in ("stdlib", "purelib", "platlib")})
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _OWN = str(Path(__file__).resolve().parents[1])
 
 
@@ -15,7 +16,7 @@ def call_site() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((*_LIBRARIES, _OWN, "<")):
+        if not is_library(name):
             return f"{_short(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -27,7 +28,7 @@ def call_path() -> str:
     lines, frame = [], sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((*_LIBRARIES, _OWN, "<")):
+        if not is_library(name):
             lines.append(f"{_short(name)}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(lines)
@@ -41,6 +42,26 @@ def called_below(*parts: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@cache
+def is_library(name: str) -> bool:
+    """Whether a file of Python was installed, wherever packages are (in the environment, below it, in a container's
+    system, by `pip install --target`), or belongs to this check; such lines say little to the program's author."""
+    if name.startswith((_STANDARD_LIBRARY, str(Path(_STANDARD_LIBRARY).resolve()), _OWN, "<")):
+        return True
+    path = Path(name).resolve()
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.parts):
+        return True
+    package = path
+    while (package.parent / "__init__.py").exists():
+        package = package.parent
+    return package.is_dir() and _holds_installed_packages(package.parent)
+
+
+@cache
+def _holds_installed_packages(folder: Path) -> bool:
+    return any(folder.glob("*.dist-info"))
 
 
 def _short(name: str) -> str:

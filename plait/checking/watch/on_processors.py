@@ -51,6 +51,7 @@ class ProcessorStandIns:
                 self._replace(torch.cuda, name, self._nothing(name))
             for name in ("max_memory_allocated", "memory_allocated", "max_memory_reserved", "memory_reserved"):
                 self._replace(torch.cuda, name, self._nothing(name, 0))
+            self._replace(torch, "load", self._load_on_processors)
             _OnProcessors(self._say).__enter__()
 
     def _say(self, what: str) -> None:
@@ -132,6 +133,20 @@ class ProcessorStandIns:
             file = self._outputs / f"saved-by-rank-{self._rank}" / Path(file).resolve().relative_to("/")
             file.parent.mkdir(parents=True, exist_ok=True)
         original(content, file, *arguments, **keywords)
+
+    def _load_on_processors(self, original: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Files from a GPU, and for one: a program that resumes says where its weights go."""
+        named = {**dict(zip(("f", "map_location", "pickle_module"), arguments, strict=False)), **keywords}
+        place = named.get("map_location")
+        if place is None:
+            named["map_location"] = lambda storage, tag: storage if _is_cuda(tag) else None
+        elif isinstance(place, dict):
+            named["map_location"] = {key: "cpu" if _is_cuda(one) else one for key, one in place.items()}
+        elif isinstance(place, str | torch.device) and torch.device(place).type in ("cuda", "cpu"):
+            if _is_cuda(place):
+                self._say("tensors stayed on the processor")
+            named["map_location"] = "cpu"  # "cpu:0", which Accelerate's launches have, is no place for torch.load
+        return original(**named)
 
     def _is_ours(self, file: Path) -> bool:
         """Whether a file is in a folder that the check made for this run."""

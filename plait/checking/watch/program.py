@@ -10,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from plait.checking.watch.call_site import is_library
 from plait.checking.watch.data import DataWatch
 from plait.checking.watch.gradients import GradientWatch
 from plait.checking.watch.journal import Journal
@@ -50,8 +51,7 @@ def run_rank(request: Path) -> None:
             journal.write("failed", error=f"it exited with code {end.code}", site="")
             raise
     except BaseException as error:
-        frames = [one for one in traceback.extract_tb(error.__traceback__) if "site-packages" not in one.filename]
-        own = [one for one in frames if "/plait/checking/" not in one.filename and not one.filename.startswith("<")]
+        own = [one for one in traceback.extract_tb(error.__traceback__) if not is_library(one.filename)]
         site = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
         text = str(error).partition("\n")[0].strip()
         journal.write("failed", error=f"{type(error).__name__}: {text}" if text else type(error).__name__, site=site)
