@@ -21,7 +21,8 @@ from plait.planner.explain.changes import with_memory
 from plait.planner.problem.workload import PricedPrecision, Workload, workload_of
 from plait.planner.search.search import search
 
-ROUNDS, PROBLEMS_A_ROUND = 8, 125
+ROUNDS, PROBLEMS_A_ROUND, UNLIKE_A_ROUND = 8, 125, 40
+"""A problem of unlike machines takes as long as ten of the others."""
 FASTER = 1.5
 GPUS = ("H100", "A100", "V100", "4090", "3090", "T4", "MI300X", "B200", "GB200", "L40S", "A100-40GB", "H200")
 TPUS = ("TPUv5p", "TPUv5e")
@@ -123,8 +124,8 @@ def test_better_hardware_is_never_slower(machines: Machines) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("round", range(ROUNDS))
-def test_better_hardware_is_never_slower_on_a_thousand_problems(round: int) -> None:
+def test_better_hardware_is_never_slower_on_many_problems(round: int) -> None:
     machines: Machines = "unlike" if round % 4 == 3 else "alike"
     draw = random.Random(round)
-    for _ in range(PROBLEMS_A_ROUND):
+    for _ in range(PROBLEMS_A_ROUND if machines == "alike" else UNLIKE_A_ROUND):
         check(random_problem(draw, machines), machines)

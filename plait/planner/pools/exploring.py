@@ -22,7 +22,7 @@ PriceSelection = Callable[[DeviceCounts], Sequence[PoolChoice]]
 
 PRICED_WHOLE = 40
 """A pool with at most this many selections is priced completely."""
-CLIMBS, CLIMBS_WITHIN = 3, 2.0
+CLIMBS, CLIMBS_WITHIN = 3, 4.0
 """The search continues from the best selection of this many groups of kinds, if it is at most so many times worse than
 the best of all: a pool's slowest devices, or zones behind slow links, need many moves, each with a layout to search."""
 MOST_ENTRIES_PAIRED = 3
@@ -52,8 +52,8 @@ def explore(pool: Pool, price: PriceSelection, price_bound: PriceSelection, aims
                         explored.add_if_promising(counts)
         starts = explored.best_of_groups(pool)[:CLIMBS]
         for start in starts:
-            short, value = explored.rank(starts[0])
-            if short or explored.rank(start) <= (short, CLIMBS_WITHIN * value):
+            (_, value), (_, best) = explored.rank(start), explored.rank(starts[0])
+            if value <= CLIMBS_WITHIN * best:
                 _climb(pool, explored, start)
     choices = explored.choices
     if not choices:
