@@ -17,7 +17,7 @@ _TORCHRUN_FLAGS = {"--standalone", "--no-python", "--no_python", "--run-path", "
 _PYTHON_VALUES = {"-X", "-W", "--check-hash-based-pycs"}
 _LAUNCH_MODULES = {"torch.distributed.run": "torchrun", "torch.distributed.launch": "torchrun",
                    "accelerate.commands.launch": "accelerate", "accelerate": "accelerate"}  # fmt: skip
-_ACCELERATE_KINDS = {"multi_gpu", "tpu", "tpu_use_cluster", "use_deepspeed", "use_fsdp", "use_megatron_lm"}
+_ACCELERATE_KINDS = {"multi_gpu", "use_deepspeed", "use_fsdp", "use_megatron_lm"}
 """Options of accelerate launch that count more than the distributed_type of its configuration file."""
 _ACCELERATE_UNSUPPORTED = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "TPU", "XLA"}
 _CONFIG_BYTES = 1 << 20
