@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
@@ -48,7 +47,7 @@ _PIECES = (
 )
 
 
-def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
+def _describe(values: Values, overridden: Values) -> dict[str, Any]:
     found = fields_of_keys(values, _FIELDS, overridden)
     assumed: list[str] = []
     adapter = word("adapter", values["adapter"]) if values.get("adapter") else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
@@ -35,7 +34,7 @@ def zero_fields(values: Values) -> dict[str, Any]:
     return {"sharded": SHARDED_STATES[int(stage)], **moved}
 
 
-def zero_fields_of_file(key: str, file: object, overridden: Collection[str], assumed: list[str]) -> dict[str, Any]:
+def zero_fields_of_file(key: str, file: object, overridden: Values, assumed: list[str]) -> dict[str, Any]:
     """The same fields from the name of a DeepSpeed file, which is not read; adds to `assumed` what was taken from the
     name. Raises PlaitError if neither the name nor the user says the stage."""
     name = str(file).lower()
@@ -58,7 +57,7 @@ def zero_fields_of_file(key: str, file: object, overridden: Collection[str], ass
     return found
 
 
-def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
+def _describe(values: Values, overridden: Values) -> dict[str, Any]:
     found = fields_of_keys(values, _FIELDS, overridden)
     if found.pop("hpz", 1) != 1:
         found["not_priced"] = (

@@ -34,9 +34,9 @@ class ConfigFormat:
     """The list of its keys in known_keys/."""
     marks: tuple[str, ...]
     """Keys that no other format has; one of them is enough to recognize it."""
-    describe: Callable[[Values, Collection[str]], dict[str, Any]]
+    describe: Callable[[Values, Values], dict[str, Any]]
     """The fields of a RunDescription and the degrees of its layout, given the values and the fields that the user
-    overrides."""
+    overrides, with the user's values."""
     not_priced: Mapping[str, str]
     """Keys that change memory or time by an amount unknown to the forecast, with their effect."""
     changes: Mapping[str, str]
@@ -67,7 +67,7 @@ def is_known(key: str, known: Collection[str]) -> bool:
     return False
 
 
-def description(one: ConfigFormat, values: Values, overridden: Collection[str] = ()) -> RunDescription:
+def description(one: ConfigFormat, values: Values, overridden: Values) -> RunDescription:
     """The run described by a format's values."""
     known = one.known_keys
     unknown = [key for key in values if not is_known(key, known)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
@@ -59,7 +58,7 @@ _EXAMPLES = {"alpaca2k": 2_000 - 100, "alpaca": 51_760 - 2_000}
 """Training examples of litgpt's own data sets, without its validation split."""
 
 
-def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
+def _describe(values: Values, overridden: Values) -> dict[str, Any]:
     found = fields_of_keys(values, _FIELDS, overridden)
     assumed: list[str] = []
     rank = found.pop("adapter_rank", 0)
@@ -99,7 +98,8 @@ def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
     if values.get("devices") is None and not pretrains:
         found["devices"] = 1
         assumed.append("devices is 1, litgpt's default for finetuning")
-    several = found.get("devices", 2) > 1  # "auto", and pretraining without a word: all that there are
+    # "auto", and pretraining that names none: all that there are.
+    several = (overridden.get("devices") or found.get("devices", 2)) > 1
     data = str(values.get("data.class_path") or values.get("data") or "").rpartition(".")[2].lower()
     if data in _EXAMPLES and "samples" not in overridden:
         found["samples"] = _EXAMPLES[data]

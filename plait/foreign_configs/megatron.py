@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
@@ -54,7 +53,7 @@ _OF_2021 = ("checkpoint-activations", "activations-checkpoint-method", "activati
 """Options that were removed in 2022: they date the program."""
 
 
-def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
+def _describe(values: Values, overridden: Values) -> dict[str, Any]:
     found = fields_of_keys(values, _FIELDS, overridden)
     shape = fields_of_keys(values, _MODEL_FIELDS, overridden)
     assumed: list[str] = []

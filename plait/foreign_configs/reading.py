@@ -114,7 +114,7 @@ def _of_values(
         others = ", ".join(one.name for one in FORMATS)
         raise PlaitError(f"{where} is in no format that plait knows ({names}); it reads: {others}")
     chosen = max(likely, key=lambda one: sum(is_known(key, one.known_keys) for key in values))
-    return chosen.name, _with(description(chosen, values, said.keys()), said)
+    return chosen.name, _with(description(chosen, values, said), said)
 
 
 def _of_command(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> tuple[str, RunDescription]:
@@ -140,7 +140,7 @@ def _of_command(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> 
         values = {**launcher, **values}
         if command.devices is None and launcher.get("num_processes") is not None:
             command = replace(command, devices=whole("num_processes", launcher["num_processes"]))
-    return one.name, _on_devices(_with(description(one, values, said.keys()), said), command, said)
+    return one.name, _on_devices(_with(description(one, values, said), said), command, said)
 
 
 def _of_named_file(command: CommandLine, folder: Path, said: Mapping[str, Any]) -> tuple[str, RunDescription] | None:

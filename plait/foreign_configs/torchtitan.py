@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from plait.errors import PlaitError
@@ -42,7 +41,7 @@ _OF_2024 = ("training.batch_size", "training.tensor_parallel_degree", "training.
 _DEFAULT_LOCAL, _DEFAULT_SEQUENCE = 8, 2048
 
 
-def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
+def _describe(values: Values, overridden: Values) -> dict[str, Any]:
     found = fields_of_keys(values, _FIELDS, overridden)
     assumed: list[str] = []
     replicate = found.pop("replicate", 1)

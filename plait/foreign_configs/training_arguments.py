@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from plait.errors import PlaitError
@@ -55,7 +55,7 @@ USUAL_BATCH = 8
 _OFFLOADS = re.compile(r"\boffload\b")
 
 
-def _describe(values: Values, overridden: Collection[str]) -> dict[str, Any]:
+def _describe(values: Values, overridden: Values) -> dict[str, Any]:
     found = fields_of_keys(values, _FIELDS, overridden)
     assumed: list[str] = []
     if "micro_sequences" not in found and "micro_sequences" not in overridden:
@@ -107,7 +107,7 @@ def _adapters(values: Values, found: dict[str, Any]) -> dict[str, Any]:
     return {"adapter_rank": rank, "adapter_targets": targets, "quantized_bits": bits}
 
 
-def _sharding(values: Values, overridden: Collection[str], assumed: list[str]) -> dict[str, Any]:
+def _sharding(values: Values, overridden: Values, assumed: list[str]) -> dict[str, Any]:
     by_launcher = _accelerate_sharding(values, overridden, assumed)
     if by_launcher:
         return by_launcher
@@ -151,7 +151,7 @@ _LAUNCHER_OPTIONS = {
 }
 
 
-def _accelerate_sharding(values: Values, overridden: Collection[str], assumed: list[str]) -> dict[str, Any]:
+def _accelerate_sharding(values: Values, overridden: Values, assumed: list[str]) -> dict[str, Any]:
     """The sharding in the file and options of `accelerate launch`; empty if they leave it to the program."""
     kind = word("distributed_type", values.get("distributed_type") or "no")
     if kind == "fsdp":

@@ -267,6 +267,8 @@ def test_litgpt_shards_where_it_takes_all_devices(devices: str, sharded: str, tm
     (tmp_path / "a.yaml").write_text(texts.LITGPT.replace("devices: 1\n", devices))
     _, run = read_configuration(str(tmp_path / "a.yaml"))
     assert (run.sharded, run.devices) == (sharded, None if devices else 1)
+    _, run = read_configuration(str(tmp_path / "a.yaml"), ["devices=4"])
+    assert (run.sharded, run.recompute, run.devices) == ("parameters", "full", 4)
 
 
 def test_options_of_a_command_count_with_either_dash(tmp_path: Path) -> None:
