@@ -52,7 +52,7 @@ class MicroObjectives:
 
 
 class AuxiliaryHead(nn.Module):
-    """A head in the middle: a norm of its own before the model's output matrix."""
+    """A head in the middle: a separate norm before the model's output matrix."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
