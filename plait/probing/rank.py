@@ -59,7 +59,7 @@ from plait.probing.timing import (
     TimingSetup,
     WallClock,
     event_clock,
-    ignore_progress,
+    ignore_share,
     processor_clock,
     time_in_rounds,
 )
@@ -112,7 +112,7 @@ def _time_arithmetic(place: ProbeRank, request: ProbeRequest, threads: int) -> R
     bench.lockstep.barrier()
     alone: tuple[WorkTiming, ...] = ()
     if place.rank == place.host.ranks[0] and len(place.host.ranks) > 1:
-        by_itself = replace(bench, lockstep=SingleRank(), tell=ignore_progress)
+        by_itself = replace(bench, lockstep=SingleRank(), tell=ignore_share)
         middle = request.models[(len(request.models) - 1) // 2]
         alone = timed_pieces(
             time_in_rounds(select_comparison_runs(runs, middle), by_itself, seconds=TIMING_ALONE_S), (middle,)

@@ -97,7 +97,7 @@ class WallClock:
         return (time.perf_counter() - began) / times, (time.process_time() - cpu) / times
 
 
-def ignore_progress(share: float) -> None:
+def ignore_share(share: float) -> None:
     """A progress callback that does nothing."""
 
 
@@ -165,7 +165,7 @@ class TimingSetup:
     device: torch.device
     clock: Clock
     lockstep: Lockstep
-    tell: Callable[[float], None] = ignore_progress
+    tell: Callable[[float], None] = ignore_share
     """Takes, between two readings, how much of `time_in_rounds` is done, from 0 to 1."""
 
 
