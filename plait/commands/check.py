@@ -32,7 +32,7 @@ from plait.units import format_duration
 WORKERS_AT_MOST = 64
 DEFAULT_WORKERS, DEFAULT_STEPS = 2, 6
 _SAID_FROM_S = 10.0
-OFFLINE = "the program ran offline (WANDB_MODE, HF_HUB_OFFLINE), without GPUs and without torch.compile"
+RUNS_OFFLINE = "the program ran offline (WANDB_MODE, HF_HUB_OFFLINE), without GPUs and without torch.compile"
 
 
 def check(
@@ -94,7 +94,7 @@ def check(
 
             report = judge(folder / "run", events, wall_s=run.wall_s, other_workers=other_workers)
     outputs = [f"{one} went to a temporary folder" for one in moved]
-    return replace(report, changed=(OFFLINE, *program.changed, *outputs, *report.changed))
+    return replace(report, changed=(RUNS_OFFLINE, *program.changed, *outputs, *report.changed))
 
 
 def report_text(report: CheckReport, *, as_json: bool) -> str:

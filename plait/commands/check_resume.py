@@ -16,7 +16,7 @@ from plait.checking.working_copy import copy_working_folder, files_in
 from plait.commands.check import (
     DEFAULT_STEPS,
     DEFAULT_WORKERS,
-    OFFLINE,
+    RUNS_OFFLINE,
     WORKERS_AT_MOST,
     print_what_is_left,
     require_same_python,
@@ -179,7 +179,7 @@ class _Trial:
 
     def _changed(self, start: _Start) -> tuple[str, ...]:
         stand_ins = dict.fromkeys(e["what"] for rank in start.events for e in rank if e["kind"] == "stand_in")
-        return (OFFLINE, *self.program.changed, *stand_ins)
+        return (RUNS_OFFLINE, *self.program.changed, *stand_ins)
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:
