@@ -70,8 +70,8 @@ def test_accelerate_s_configuration_is_read_as_accelerate_launch_reads_it(tmp_pa
     [
         (CONFIG.replace("MULTI_GPU", "FSDP"), "own.yaml asks for FSDP, .*accelerate launch --multi_gpu train.py"),
         (CONFIG + "num_machines: 2\n", "num_machines 2: plait check runs on one machine"),
-        ("a: [", "own.yaml, line 1 is not YAML"),
-        ("", "own.yaml holds no keys"),
+        ("a: [", "own.yaml, line 1 is not valid YAML"),
+        ("", "own.yaml contains no keys"),
     ],
 )
 def test_a_configuration_of_accelerate_that_is_not_supported_is_one_sentence(text: str, told: str) -> None:
