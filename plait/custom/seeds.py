@@ -1,4 +1,4 @@
-"""Seeds for whatever is random in a program: the same for the same place in it, whoever computes it and when."""
+"""Seeds for everything random in a program: the same for the same place in it, regardless of worker and time."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _as_tensor(leaf: Any) -> Tensor | None:
 
 
 def cloned(batch: Any) -> Any:
-    """The batch with tensors of its own: a loss may write into them, as into a state that goes from batch to batch."""
+    """The batch with separate tensors: a loss may write into them, as into a state that goes from batch to batch."""
     return mapped(batch, Tensor.clone)
 
 

@@ -66,7 +66,7 @@ def count_workers(context: RankContext, argument: str) -> None:
 
 
 def _run(code: object, path: Path, module: str, rank: int) -> None:
-    """Run the program as Python itself would, in a module of its own: a file, or as `python -m` a named module."""
+    """Run the program as Python itself would, in a separate module: a file, or as `python -m` a named module."""
     main, name = ModuleType("__main__"), module or path.name
     main.__file__ = str(path)
     sys.modules["__main__"] = main

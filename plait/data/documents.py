@@ -133,7 +133,7 @@ def _meant_text(names: Sequence[str]) -> str:
 
 
 def column_names(names: Sequence[str]) -> str:
-    """Names as they may stand in a sentence, whatever is in them."""
+    """Names made safe for a sentence, regardless of their characters."""
     shown = [(name if name.isprintable() else ascii(name)[1:-1])[:_SHOWN_CHARACTERS] for name in names[:_SHOWN_NAMES]]
     return ", ".join(shown) + (f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else "")
 

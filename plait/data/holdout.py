@@ -24,7 +24,7 @@ FEWEST_DOCUMENTS = 20
 SHORTEST_TAIL_BYTES = 512
 """Shorter tails are not cut off documents: they would be a line or less."""
 _MOST_LISTED = 1 << 18
-"""Documents that a survey lists one by one; memory stays below some tens of MB whatever the corpus."""
+"""Documents that a survey lists one by one; memory stays below some tens of MB for any corpus."""
 _FEWEST_LISTED = 1 << 10
 """Documents listed of each stratum, however many strata there are."""
 _NEGLIGIBLE = 0.02

@@ -85,7 +85,7 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
 @torch.no_grad()
 def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
     """A model of the same weights, which it shares with `model`, and an adapter of its own. `model` has none. A DoRA
-    adapter is merged into weights of its own."""
+    adapter is merged into separate weights."""
     if adapter.magnitudes:
         return _with_directions(model, adapter)
     with torch.device("meta"):

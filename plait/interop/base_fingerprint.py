@@ -18,7 +18,7 @@ they tell two models apart, and a model of a hundred gigabytes in a second."""
 
 
 def base_fingerprint(base: BaseModel) -> str:
-    """The fingerprint of a model, whatever folder it lies in. Raises PlaitError where a file cannot be read."""
+    """The fingerprint of a model, regardless of its folder. Raises PlaitError where a file cannot be read."""
     digest = sha256(json.dumps(base.shape.to_dict(), sort_keys=True).encode())
     stored = {place.stored.name: place.stored for place in base.places.values()}
     for name in sorted(stored):

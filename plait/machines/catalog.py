@@ -131,7 +131,7 @@ def find_device(name: str) -> Device:
 
 
 def is_device(name: str) -> bool:
-    """Whether the catalogue has a device of this name, whatever its memory."""
+    """Whether the catalogue has a device of this name, regardless of its memory."""
     word = _word(name.lower())
     return any(word in map(_word, entry["aliases"]) for entry in _entries().values())
 

@@ -26,7 +26,7 @@ def directed_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float
 
 @torch.no_grad()
 def merge_adapters(model: GPT) -> GPT:
-    """A whole model without adapters that computes what this one computes, with weights of its own."""
+    """A whole model without adapters that computes what this one computes, with separate weights."""
     sources = dict(model.named_parameters())
     first = next(iter(sources.values()))
     with torch.device("meta"):

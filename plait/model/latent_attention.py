@@ -2,7 +2,7 @@
 vector a token, whose part with rotary positions all heads share.
 
 Note [latents are what is kept]: a cache holds a token's latent, normed, and its turned key part: `key_value_rank` +
-`rope_width` numbers, whatever the number of heads. A new token's queries are multiplied by the heads' own matrices of
+`rope_width` numbers, for any number of heads. A new token's queries are multiplied by the heads' own matrices of
 keys first and meet the latents themselves, as do results those of values: the same products in another order.
 
 Note [equal widths]: attention's kernels take keys and values of one width. Zeros behind the narrower change no score

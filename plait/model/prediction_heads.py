@@ -3,7 +3,7 @@
 Note [losses in backward]: the gradient of a head's loss is needed where the stream passes in the backward pass, and
 nowhere before. So the forward pass computes nothing of a head: an identity function on the stream remembers it, and its
 backward computes norm, loss and gradients, and adds the stream's to those that come from further up. A micro-batch
-passes there once, also where layers are computed again, in whatever order a pipeline works. A loss in the forward pass
+passes there once, also where layers are computed again, in any order of a pipeline. A loss in the forward pass
 would keep a gradient of the size of the output matrix for each micro-batch under way.
 
 Legend: n tokens, b rows of a batch, t tokens of a row, d numbers of the model's width, v vocabulary.
@@ -52,7 +52,7 @@ class MicroObjectives:
 
 
 class AuxiliaryHead(nn.Module):
-    """A head in the middle: a norm of its own before the model's output matrix."""
+    """A head in the middle: a separate norm before the model's output matrix."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ def gather_json(value: Any, world: Communicator) -> list[Any]:
 
 
 def gather_tensors(own: Tensor, world: Communicator) -> list[Tensor]:
-    """Every rank's tensor, in rank order, whatever shape and element type each has. Every rank must call it; blocks."""
+    """Every rank's tensor, in rank order, regardless of its shape and element type. Every rank must call it; blocks."""
     if world.size == 1:
         return [own]
     described = gather_json([str(own.dtype).removeprefix("torch."), list(own.shape)], world)

@@ -32,7 +32,7 @@ def hold_experts(sharded: ShardedModel, mesh: DeviceMesh, execution: Execution) 
     layout, rank = execution.layout, dist.get_rank()
     if layout.expert == 1:
         return sharded
-    # Groups of their own: gloo takes one group's messages in the order in which they were begun, which is not the same
+    # Separate groups: gloo takes one group's messages in the order in which they were begun, which is not the same
     # on all ranks where sums of gradients go on meanwhile.
     made = [(ranks, dist.new_group(list(ranks), timeout=PEER_TIMEOUT)) for ranks in expert_groups(layout)]
     (group,) = (group for ranks, group in made if rank in ranks)

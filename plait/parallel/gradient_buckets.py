@@ -108,7 +108,7 @@ def views_of(flat: Tensor, weights: Sequence[SharedWeight]) -> list[Tensor]:
 
 def gradient_views(flat: Tensor, weights: Sequence[SharedWeight]) -> list[Tensor]:
     """Consecutive views of `flat`, one per weight, with its shape and its order in memory (channels last, transposed):
-    a fused optimizer reads a weight and its gradient in the order of memory, whatever their strides."""
+    a fused optimizer reads a weight and its gradient in the order of memory, regardless of their strides."""
     return [
         view.as_strided(view.shape, dense_strides(weight.parameter), view.storage_offset())
         for view, weight in zip(views_of(flat, weights), weights, strict=True)

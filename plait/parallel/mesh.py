@@ -27,7 +27,7 @@ from plait.parallel.watched import WATCH
 PEER_TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for another one's part of a sum or a message."""
 _AXES_OF_COLLECTIVES = ("shard", "tensor", "context")
-"""Sums of gradients have groups of their own, and stages send messages from rank to rank."""
+"""Sums of gradients have separate groups, and stages send messages from rank to rank."""
 
 
 class LocalGroup(dist.ProcessGroup):
@@ -103,7 +103,7 @@ def open_store(rendezvous: str, rank: int, world_size: int) -> Store:
 
 
 def _store_of_hosts(rendezvous: SplitResult) -> Store:
-    """The store that a process of its own serves on host 0 (`launch.local.store_process`).
+    """The store that a separate process serves on host 0 (`launch.local.store_process`).
 
     It listens before any rank is started. TCPStore prints a warning for each address without a name, which many a
     network at home has.
@@ -151,7 +151,7 @@ def world_communicator(timeout: timedelta = PEER_TIMEOUT) -> Communicator:
     """The communicator of all ranks of the job; each waits this long for others. Every rank must call it, once.
 
     gloo's messages between two ranks of a group stand in line: over the connections that carry gradients and weights a
-    single number would wait until all of those have arrived. So they have connections of their own.
+    single number would wait until all of those have arrived. So they have separate connections.
     """
     if dist.get_world_size() == 1:
         return ONE_PROCESS

@@ -82,7 +82,7 @@ def rank_schedule(lists: ActionLists, rank: int) -> RankSchedule:
 
 
 class StagePipe:
-    """The Pipe of one rank: its chunks, and the schedule for whatever number of micro-batches comes.
+    """The Pipe of one rank: its chunks, and the schedule for any number of micro-batches.
 
     `wait` is how it waits for other stages, for whoever wants to know how long; `ends`, on a rank that has one, what a
     tied weight's two ends send each other.

@@ -2,7 +2,7 @@
 
 Note [same box, same sum]: ranks that hold the same rectangle of a weight always see different work: other sequences,
 other tokens of a sequence, or another use of the weight (an embedding that is also the head). So the gradient of a
-rectangle is the sum over all ranks that hold it, whatever the mix of parallelisms, and each rectangle is counted once
+rectangle is the sum over all ranks that hold it, for every mix of parallelisms, and each rectangle is counted once
 in a norm and written once to a checkpoint by one of its holders.
 
 Note [one table a rank]: heads in the middle and prediction ahead need the vocabulary's tables on more than two stages,

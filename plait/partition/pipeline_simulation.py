@@ -52,7 +52,7 @@ class StageTimes:
 
 
 def equal_times(stages: int) -> StageTimes:
-    """One second for a forward and for each half of a backward, whatever the stage."""
+    """One second for a forward and for each half of a backward, for every stage."""
     return StageTimes(forward_s=(1.0,) * stages, backward_input_s=(1.0,) * stages, backward_weight_s=(1.0,) * stages)
 
 

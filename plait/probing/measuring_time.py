@@ -1,4 +1,4 @@
-"""How long measuring before a run may take: a share of the budget, whatever the machine is busy with."""
+"""How long measuring before a run may take: a share of the budget, regardless of the load on the machine."""
 
 from __future__ import annotations
 

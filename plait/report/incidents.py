@@ -51,7 +51,7 @@ class Incident:
     from_copies: bool = False
     """Whether the run went on from copies in memory, and not from a checkpoint."""
     judged_after: int = 0
-    """Up to this step the run goes on whatever its numbers are."""
+    """Up to this step the run continues regardless of its numbers."""
 
     @property
     def steps_lost(self) -> int:

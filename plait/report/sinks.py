@@ -251,7 +251,7 @@ def _csv_cell(value: object) -> object:
 
 
 class TensorBoard:
-    """Writes scalars, settings and samples to an event file of its own in `folder`, without a thread, each event by one
+    """Writes scalars, settings and samples to a separate event file in `folder`, without a thread, each event by one
     system call. `settings` are what the HPARAMS tab compares runs by.
 
     `steps_done` is where this start goes on from: what earlier starts wrote about later steps is purged by the

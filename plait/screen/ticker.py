@@ -1,4 +1,4 @@
-"""Calls a function every second from a thread of its own, so that the screen moves while the work is silent."""
+"""Calls a function every second from a separate thread, so that the screen moves while the work is silent."""
 
 from __future__ import annotations
 

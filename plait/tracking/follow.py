@@ -1,6 +1,6 @@
 """The process that passes one run's files on to one tool while the run works: `python -m plait.tracking.follow`.
 
-Note [a process of its own]: these libraries start threads and processes, wait for networks and try again for minutes.
+Note [a separate process]: these libraries start threads and processes, wait for networks and try again for minutes.
 None of that may stop a run or take time from its steps. So nothing in the ranks knows of them: this process reads
 metrics.jsonl and samples.jsonl as they grow, and ends soon after the run, or when the command that started it is gone.
 

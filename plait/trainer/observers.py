@@ -1,4 +1,4 @@
-"""Observers of one rank's loop: their list, and those without a file of their own."""
+"""Observers of one rank's loop: their list, and those without their own file."""
 
 from __future__ import annotations
 

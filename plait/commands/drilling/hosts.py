@@ -1,4 +1,4 @@
-"""Hosts for a drill that loses one: `plait join` in folders of their own on this machine, without special rights."""
+"""Hosts for a drill that loses one: `plait join` in separate folders on this machine, without special rights."""
 
 from __future__ import annotations
 

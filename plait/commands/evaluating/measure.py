@@ -145,7 +145,7 @@ def bytes_of_worker(shape: ModelShape, request: EvaluationRequest) -> int:
 
 
 def put_together(answers: Sequence[EvaluationAnswer]) -> MeasuredLosses:
-    """The workers' answers as one; the sums are exactly rounded, so the same in whatever order."""
+    """The workers' answers as one; the sums are exactly rounded, so the same in any order."""
     rows = zip_longest(*(answer.row_losses for answer in answers))
     return MeasuredLosses(
         loss_sum=fsum(chain.from_iterable(answer.text_losses for answer in answers)),

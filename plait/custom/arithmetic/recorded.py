@@ -92,7 +92,7 @@ def total_flops(counts: WorkCounts) -> float:
 
 
 def describe_work(counts: WorkCounts) -> list[list[Any]]:
-    """The products as JSON values, the same for the same products in whatever order."""
+    """The products as JSON values, the same for the same products in any order."""
     return sorted(([type(work).__name__, asdict(work), times] for work, times in counts.items()), key=repr)
 
 

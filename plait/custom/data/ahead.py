@@ -69,7 +69,7 @@ class BatchMaker:
     Note [random data]: a data set that draws random numbers (augmentation) must draw the same ones after a resume, and
     must not draw from generators that the model's dropout uses at the same time. So each example is read after seeding
     by (seed, pass, position), whoever reads it; the first batch shows whether anything was drawn. If nothing was, later
-    ones are made in a thread. Processes have generators of their own: there every example is read after seeding.
+    ones are made in a thread. Processes have separate generators: there every example is read after seeding.
     """
 
     def __init__(

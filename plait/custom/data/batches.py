@@ -1,4 +1,4 @@
-"""A program's batches: the same global ones whatever the number of workers, of which each worker gets its share."""
+"""A program's batches: the same global ones for any number of workers, of which each worker gets its share."""
 
 from __future__ import annotations
 

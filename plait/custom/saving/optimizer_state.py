@@ -1,4 +1,4 @@
-"""An optimizer's state by the names of whole weights, whatever part of them each worker updates: out, and in again."""
+"""An optimizer's state by the names of whole weights, for any part that a worker updates: out, and in again."""
 
 from __future__ import annotations
 

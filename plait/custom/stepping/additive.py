@@ -152,7 +152,7 @@ def _term_text(whole: _Run, first: _Run, second: _Run, tolerance: float) -> str:
 
 
 def _copied(program: Program, weights: Mapping[str, Tensor] | None) -> Program | None:
-    """The program in float64 over tensors of its own; None where it is too large, or cannot be copied."""
+    """The program in float64 over separate tensors; None where it is too large, or cannot be copied."""
     if not is_copied(program) or (program.skeletons and weights is None):
         return None
     try:

@@ -198,7 +198,7 @@ class _LossPasses:
         """Backward of all terms of the part of this number, each times its scale."""
         if is_last:
             self.strands.arm(self.index)
-        # Of several losses each gives gradients to the weights of its own optimizer alone.
+        # With several losses, each gives gradients only to its own optimizer's weights.
         several = len(self.program.losses) > 1
         inputs = list(self.program.trained_by(self.index).values()) if several else None
         learn = [(total, scale) for total, scale in zip(terms.totals, scales, strict=True) if total.requires_grad]

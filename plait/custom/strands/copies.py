@@ -20,7 +20,7 @@ from plait.errors import PlaitError
 def copy_program(
     program: Program, *, dtype: torch.dtype | Literal["own"], weights: Mapping[str, Tensor] | None = None
 ) -> Program:
-    """The program with models of its own in `dtype`, which begin with `weights` (whole, by name) or the program's own.
+    """The program with separate models in `dtype`, which begin with `weights` (whole, by name) or the program's own.
 
     Its optimizers are plain SGD with a rate of 0, and it has no schedulers.
     """

@@ -1,4 +1,4 @@
-"""All workers begin with the first worker's weights and buffers, whatever each of them drew."""
+"""All workers begin with the first worker's weights and buffers, regardless of what each drew."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the gradients of a program's losses become global, whatever the layout, and what this worker updates by them."""
+"""How the gradients of a program's losses become global, for all layouts, and what this worker updates by them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ PLAIN_TEMPLATE = """\
 {{ "Assistant:\\n" }}
 {%- endif -%}
 """
-"""The template of models whose tokenizer has none: the role, a colon, and the message on lines of its own."""
+"""The template of models whose tokenizer has none: the role, a colon, and the message on separate lines."""
 PLAIN_NAME = "plait's plain one"
 
 

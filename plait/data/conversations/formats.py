@@ -142,7 +142,7 @@ def _is_prose(text: str) -> bool:
 
 
 def _opening_fault(file: Path, part: OpenSource, form: SourceFormat) -> FileFault | None:
-    """Why a file cannot be opened as what its name says, whatever its format is to be."""
+    """Why a file cannot be opened as what its name says, regardless of its format."""
     try:
         _first_record(part)
     except PlaitError as error:

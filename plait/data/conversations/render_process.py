@@ -1,4 +1,4 @@
-"""Renders a stranger's chat template in a process of its own, with limits of time, memory and output."""
+"""Renders a stranger's chat template in a separate process, with limits of time, memory and output."""
 
 from __future__ import annotations
 

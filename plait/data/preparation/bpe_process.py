@@ -1,4 +1,4 @@
-"""Trains a tokenizer in a process of its own, so that a signal ends it at once and progress goes on being shown."""
+"""Trains a tokenizer in a separate process, so that a signal ends it at once and progress goes on being shown."""
 
 from __future__ import annotations
 

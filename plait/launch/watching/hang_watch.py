@@ -21,7 +21,7 @@ connections carry while nothing happens (heartbeats, questions to a store)."""
 # while a rank waits for a processor or a disk without getting any of it; and it is measured against the longest time
 # that the rank itself has spent in the same phase before. And a wait in which bytes move is slow, not stuck: each
 # LEAST_RATE bytes that the kernel has carried for a rank, or that a file it waits for has grown by, take back a second
-# of its silence. That holds for every wait (sums of gradients, saving, copies), whatever it is called.
+# of its silence. That holds for every wait (sums of gradients, saving, copies), regardless of its name.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

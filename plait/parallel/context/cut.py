@@ -65,7 +65,7 @@ class ContextCut:
     """Lengths of the segments, in the order of this rank's tokens of all rows."""
     rectangles: tuple[Rectangle, ...]
     crosses: bool
-    """Whether some document reaches over a chunk's border, on whatever rank: the same answer on all ranks."""
+    """Whether some document reaches over a chunk's border, on any rank: the same answer on all ranks."""
     window: int = 0
     """Tokens that a query sees at most, itself included; 0: all before it in its document."""
 

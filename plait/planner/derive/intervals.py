@@ -87,7 +87,7 @@ def with_new_intervals(config: RunConfig, plan: Plan) -> Plan:
 
 
 def checkpoint_every(config: RunConfig) -> Derived[Every]:
-    """How often to save; the recipe's own interval is obeyed whatever saving costs."""
+    """How often to save; the recipe's own interval is obeyed regardless of the cost of saving."""
     if config.checkpoint.every != "auto":
         return Derived(value=parse_every(config.checkpoint.every))
     copies = config.recover.mode == "auto" and config.recover.state_every != "never"

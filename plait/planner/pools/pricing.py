@@ -28,7 +28,7 @@ def resources_of_selection(cluster: Cluster) -> Resources:
 
 
 class PoolPricer:
-    """Prices selections of a pool for one job; equal machines are searched once, whatever their zones."""
+    """Prices selections of a pool for one job; equal machines are searched once, regardless of their zones."""
 
     def __init__(self, config: RunConfig, corpus: CorpusFacts, sized: SizedJob, pool: Pool, steps: int) -> None:
         self._config, self._corpus, self._sized, self._pool = config, corpus, sized, pool

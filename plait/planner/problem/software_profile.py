@@ -76,7 +76,7 @@ class SoftwareProfile:
     micro_s: float = _DEFAULTS["micro_s"]
     """Host time that each micro-batch costs beside its kernels."""
     step_s: float = _DEFAULTS["step_s"]
-    """Time that each step costs whatever its size: the optimizer's launches, the norm, the data, the log."""
+    """Time that each step costs regardless of its size: the optimizer's launches, the norm, the data, the log."""
     hides_tensor: float = _DEFAULTS["hides_tensor"]
     """Share of the tensor axis' communication that runs under arithmetic."""
     hides_context: float = _DEFAULTS["hides_context"]

@@ -26,7 +26,7 @@ from plait.planner.search.found import Search
 from plait.units import format_bytes, format_count, format_duration
 
 CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Content security policy: the browser loads nothing and runs nothing, whatever the page contains."""
+"""Content security policy: the browser loads nothing and runs nothing, regardless of the contents."""
 PAGE_HEADINGS = {
     "time": "the whole run",
     "layout": "what was chosen",

@@ -181,7 +181,7 @@ def rank_slices(
 
 def all_finite(numbers: Tensor) -> Tensor:
     """Whether all numbers are finite, as a bool tensor of shape []: in one pass over them, where torch.isfinite makes
-    several, with memory of its own, and takes ten times as long."""
+    several, with separate memory, and takes ten times as long."""
     if not numbers.numel():
         return torch.ones((), dtype=torch.bool, device=numbers.device)
     least, largest = torch.aminmax(numbers)  # NaN, both of them, where one number is
