@@ -106,6 +106,11 @@ def run(*, rounds: int, steps: int, is_trial: bool) -> dict[str, Any]:
         candidates = priced(case, cluster)
         for one in candidates:
             print(f"predicted {_text(one)}", flush=True)
+        cheapest, fastest = (
+            best_choice([one.choice for one in candidates], Aims(objective=aim)) for aim in ("cheapest", "fastest")
+        )
+        if not is_trial and (cheapest is fastest or not any(one.is_beaten for one in candidates)):
+            raise RunFailed("by the forecast no choice is rejected on these hosts; change CORES or PRICES")
         turns: dict[str, list[Turn]] = {str(one.choice.selection): [] for one in candidates}
         for number in range(rounds):
             for one in candidates[number % len(candidates) :] + candidates[: number % len(candidates)]:
@@ -152,9 +157,6 @@ def priced(case: Case, cluster: Cluster) -> list[Candidate]:
         found.append((choice, hosts, {"replicate": 1, **layout_section(row)}))
     choices = [choice for choice, _, _ in found]
     unbeaten = frontier(choices)
-    cheapest, fastest = (best_choice(choices, Aims(objective=aim)) for aim in ("cheapest", "fastest"))
-    if cheapest is fastest or all(one in unbeaten for one in choices):
-        raise RunFailed("by the forecast no choice is rejected on these hosts; change CORES or PRICES")
     return [
         Candidate(choice=choice, hosts=hosts, layout=layout, is_beaten=choice not in unbeaten)
         for choice, hosts, layout in sorted(found, key=lambda one: one[0].cost or 0.0)

@@ -224,7 +224,10 @@ def test_a_rank_between_two_others_waits_for_four_messages_one_at_a_time():
     both_ways, waiting = (
         estimate_step_time(inputs(even, H100, table, profile)).passes for profile in (MEGATRON, one_by_one)
     )
-    np.testing.assert_allclose(waiting / both_ways, [1, 2], rtol=0.1)
+    assert waiting[0] == both_ways[0]
+    assert (
+        1.5 * both_ways[1] < waiting[1] <= 2 * both_ways[1]
+    )  # two ranks are at the ends, and one of them has the head
 
 
 def test_the_backward_pass_over_scores_takes_the_program_s_own_traffic():

@@ -209,9 +209,10 @@ def _needed(key: str, choice: PoolChoice) -> str:
 
 def shown_choices(explored: Sequence[PoolChoice], best: PoolChoice) -> list[PoolChoice]:
     """A few of the choices that no other beats: the fastest, the cheapest, the best, and others that differ from these
-    as much as possible; the fastest first. Each is faster or cheaper than the best by more than the forecast's error."""
+    as much as possible; the fastest first. Each is faster or cheaper than the best, and cheaper than all that are faster, by
+    more than the forecast's error."""
     least = log(1 + max(LEAST_DIFFERENCE, forecast_error(best)))
-    known = [one for one in frontier(explored) if _distance(one, best) >= least and _has_gain(one, best)]
+    known = [one for one in _clear_frontier(explored) if _distance(one, best) >= least and _has_gain(one, best)]
     kept = list(dict.fromkeys((*known[:1], *known[-1:])))
     rest = [one for one in known if one not in kept]
     while rest and len(kept) < CHOICES_SHOWN - 1:
@@ -232,6 +233,16 @@ def forecast_error(*choices: PoolChoice) -> float:
     """The share by which forecasts of these choices may differ and count as equal; 0 if they were not forecast."""
     searches = [one.search for one in choices if one.search is not None]
     return max((stated_error(one.workload, one.cluster) for one in searches), default=0.0)
+
+
+def _clear_frontier(explored: Sequence[PoolChoice]) -> list[PoolChoice]:
+    """The choices that no other beats, without those that are slower than another and cheaper by less than the
+    forecast's error."""
+    clear = list[PoolChoice]()
+    for one in frontier(explored):
+        if not clear or clear[-1].cost is None or one.cost is None or _has_gain(one, clear[-1]):
+            clear.append(one)
+    return clear
 
 
 def _has_gain(choice: PoolChoice, best: PoolChoice) -> bool:
