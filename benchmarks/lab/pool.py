@@ -69,7 +69,7 @@ def main() -> None:
     flags = parser.parse_args()
     require_root()
     sweep()
-    result = run(rounds=1 if flags.quick else 2, steps=2 if flags.quick else 5, is_trial=flags.quick)
+    result = run(rounds=1 if flags.quick else 2, steps=2 if flags.quick else 4, is_trial=flags.quick)
     values = {
         **result,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
