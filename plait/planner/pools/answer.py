@@ -209,8 +209,8 @@ def _needed(key: str, choice: PoolChoice) -> str:
 
 def shown_choices(explored: Sequence[PoolChoice], best: PoolChoice) -> list[PoolChoice]:
     """A few of the choices that no other beats: the fastest, the cheapest, the best, and others that differ from these
-    as much as possible; the fastest first. Each is faster or cheaper than the best, and cheaper than all that are faster, by
-    more than the forecast's error."""
+    as much as possible; the fastest first. Each is faster or cheaper than the best, and cheaper than all that are
+    faster, by more than the forecast's error."""
     least = log(1 + max(LEAST_DIFFERENCE, forecast_error(best)))
     known = [one for one in _clear_frontier(explored) if _distance(one, best) >= least and _has_gain(one, best)]
     kept = list(dict.fromkeys((*known[:1], *known[-1:])))
