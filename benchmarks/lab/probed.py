@@ -16,7 +16,9 @@ from plait.machines.cluster import Cluster, read_cluster
 PROBE_WITHIN_S = 240.0
 
 
-def probed_cluster(lab: Lab, runner: Runner, case: Case, work: Path) -> Cluster | None:
+def probed_cluster(
+    lab: Lab, runner: Runner, case: Case, work: Path, *, within_s: float = PROBE_WITHIN_S
+) -> Cluster | None:
     """What `plait probe RECIPE --hosts N --out FILE` finds on the case's hosts; None where the runner has no way to.
 
     Raises PlaitError where the probe fails.
@@ -30,7 +32,7 @@ def probed_cluster(lab: Lab, runner: Runner, case: Case, work: Path) -> Cluster 
     out.unlink(missing_ok=True)
     try:
         started = start_party(lab, party, logs)
-        until(lambda: started[0].poll() is not None, "plait probe ends", PROBE_WITHIN_S)
+        until(lambda: started[0].poll() is not None, "plait probe ends", within_s)
     finally:
         lab.end_commands()
     if not out.exists():

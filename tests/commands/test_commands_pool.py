@@ -104,6 +104,8 @@ BAD = {
     ("--from", "4xT4", "--availability", "seed:1"): "add spot_price to a [[device]]",
     ("--pool", "pool.toml", "--availability", "none.csv"): "cannot read the availability none.csv",
     ("--pool", "pool.toml", "--availability", "seed:x"): "has no seed",
+    # Read before anything is planned: a model of 70B would be refused as well.
+    ("--pool", "pool.toml", "model.size=70B", "--availability", "none.csv"): "cannot read the availability none.csv",
     ("--pool", "none.toml"): "cannot read the pool none.toml",
     ("--pool", "."): "cannot read the pool",
     ("--availability", "seed:1"): "name one with --pool or --from",

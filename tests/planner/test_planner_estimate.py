@@ -19,7 +19,7 @@ from plait.planner.memory.activations import layer_activations, scores_held
 from plait.planner.memory.estimate import estimate_memory
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
 from plait.planner.problem.candidates import Candidates
-from plait.planner.problem.program_profiles import MEGATRON, MEGATRON_2021
+from plait.planner.problem.program_profiles import MEGATRON, MEGATRON_2021, SAILOR
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Orthogonalization, Workload, workload_of
 from tests.entry_tables import entries_of
@@ -58,9 +58,11 @@ def test_activations_of_a_layer_are_the_published_formula():
 def test_scores_that_are_kept_take_bytes_by_precision():
     table = Candidates.from_rows([{}])
     each = GPT_22B.heads * GPT_22B.sequence**2
-    narrow, wide = (scores_held(replace(GPT_22B, precision=p), table)[0] / each for p in ("bf16", "float32"))
+    halves, floats = (replace(GPT_22B, precision=precision) for precision in ("bf16", "float32"))
+    narrow, wide = (scores_held(work, table, MEGATRON_2021)[0] / each for work in (halves, floats))
     assert (narrow, wide) == (5, 9)
-    fused = [scores_held(replace(GPT_22B, precision=p, attention="flash"), table)[0] for p in ("bf16", "float32")]
+    assert scores_held(floats, table, SAILOR)[0] / each == 4  # without dropout the softmax alone
+    fused = [scores_held(replace(work, attention="flash"), table, MEGATRON_2021)[0] for work in (halves, floats)]
     assert fused[0] == fused[1]
 
 

@@ -215,6 +215,32 @@ def test_a_masked_softmax_that_does_not_apply_launches_more():
     assert one > 2.5 * two  # two matrices a rank in place of four, and twice as many micro-batches
 
 
+def test_a_rank_between_two_others_waits_for_four_messages_one_at_a_time():
+    table = Candidates.from_rows(
+        [{"pipeline": ranks, "tensor": 8, "replicate": 8 // ranks, "schedule": "1f1b"} for ranks in (2, 4)]
+    )
+    one_by_one = replace(MEGATRON, other=replace(MEGATRON.other, sends_one_at_a_time=True))
+    even = replace(LLAMA_70B, vocabulary=512)  # else the last rank, with the head, sets the pace
+    both_ways, waiting = (
+        estimate_step_time(inputs(even, H100, table, profile)).passes for profile in (MEGATRON, one_by_one)
+    )
+    assert waiting[0] == both_ways[0]
+    assert (
+        1.5 * both_ways[1] < waiting[1] <= 2 * both_ways[1]
+    )  # two ranks are at the ends, and one of them has the head
+
+
+def test_the_backward_pass_over_scores_takes_the_program_s_own_traffic():
+    unfused = replace(LLAMA_70B, attention="unfused")
+    once, twice = (
+        estimate_step_time(
+            inputs(unfused, H100, Candidates.from_rows([{"tensor": 8}]), replace(MEGATRON, other=other))
+        ).scores[0]
+        for other in (replace(MEGATRON.other, scores_backward=0.0), replace(MEGATRON.other, scores_backward=10.0))
+    )
+    assert twice > 2 * once
+
+
 def test_ranks_of_one_sequence_add_up_what_they_hold_whole():
     table = Candidates.from_rows([{"shard": 8, "context": 8, "shard_what": "optimizer"}])
     own, both = (

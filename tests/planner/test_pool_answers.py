@@ -11,10 +11,11 @@ import pytest
 
 from plait.errors import PlaitError
 from plait.layout import Layout
+from plait.machines.cluster import read_cluster
 from plait.machines.pool import Pool, pool_from_toml, pool_of_short_form
 from plait.planner.derive.published_rules import predicted_losses, reducible_loss
 from plait.planner.pools.affordable import affordable_model
-from plait.planner.pools.answer import aims_of, answer_of, pool_job, shown_choices
+from plait.planner.pools.answer import aims_of, answer_of, forecast_error, pool_job, shown_choices
 from plait.planner.pools.availability import generated_availability, read_availability, simulate_spot_run
 from plait.planner.pools.choice import (
     INTERRUPTION_LOSS_S,
@@ -26,12 +27,15 @@ from plait.planner.pools.choice import (
     frontier,
     missing,
 )
+from plait.planner.pools.choice_words import nearest_text
 from plait.planner.pools.egress import bytes_between_zones, egress_cost
 from plait.planner.pools.pricing import PoolPricer
 from plait.planner.pools.rendered import answer_lines
 from plait.planner.pools.selection import DeviceCounts, Selection
 from plait.planner.search.enumeration import Constraints
+from plait.planner.search.model_error import stated_error
 from plait.planner.search.search import search
+from plait.units import format_days
 from tests.planner.machines import WEB, recipe
 from tests.planner.test_planner_device_subsets import work
 
@@ -191,6 +195,22 @@ def test_the_answer_in_words(tmp_path: Path) -> None:
 
 
 # Models for a budget of money.
+
+
+def test_differences_that_a_forecast_cannot_tell_are_left_out() -> None:
+    found = search(work(), read_cluster("1xT4"))
+    error = stated_error(found.workload, found.cluster)
+
+    def forecast(count: int, step_s: float) -> PoolChoice:
+        return replace(priced((0, count), step_s)[0], search=found)
+
+    best, as_cheap, cheaper = forecast(4, 1.0), forecast(2, 2 - error), forecast(1, 4 / (1 + 2 * error))
+    assert forecast_error(best, as_cheap) == error > 0
+    assert shown_choices([best, as_cheap], best) == [best]
+    assert shown_choices([best, as_cheap, cheaper], best) == [best, cheaper]
+    assert nearest_text(as_cheap, best, (), error) == f"{format_days(as_cheap.wall_s - best.wall_s)} later"
+    assert nearest_text(as_cheap, as_cheap, (), error) == "no difference that a forecast can tell"
+    assert nearest_text(cheaper, best, (), error).endswith(" less")
 
 
 def test_predicted_losses_are_those_of_the_laws() -> None:

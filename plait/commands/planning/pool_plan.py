@@ -91,6 +91,7 @@ def pool_report(
 
     With `availability`, a file or "seed:NUMBER", the run is also simulated on spot machines that come and go.
     """
+    there = _asked_availability(availability, pool) if availability else None  # a bad file ends this at once
     corpus, assumed = corpus_facts_or_usual(config, working)
     aims, affordable = aims_of(config, pool), ""
     if asks_for_model(config, corpus):
@@ -100,7 +101,7 @@ def pool_report(
     job = pool_job(config, corpus, pool)
     pricer = PoolPricer(job.config, corpus, job.sized, pool, job.steps)
     answer = answer_of(job, pricer, pool, aims)
-    over_time = _over_time(job.config, pool, answer, pricer, availability) if availability else None
+    over_time = _over_time(job.config, pool, answer, pricer, there) if there else None
     best = answer.best
     report = make_plan_report(job.config, resources_of_selection(best.selection.cluster), top=top, working=working)
     cost = best.cost if pool.currency == "USD" else None
@@ -114,12 +115,9 @@ def pool_report(
 
 
 def _over_time(
-    config: RunConfig, pool: Pool, answer: PoolAnswer, pricer: PoolPricer, availability: str
+    config: RunConfig, pool: Pool, answer: PoolAnswer, pricer: PoolPricer, there: Availability
 ) -> SimulatedChoice:
     """Simulate the run on spot machines that come and go, and compare it with the best on-demand choice."""
-    if all(entry.spot_price is None for entry in pool.devices):
-        raise PlaitError("--availability is for spot machines; add spot_price to a [[device]] of the pool")
-    there = _read_availability(availability, pool)
     run = simulate_spot_run(
         pool, answer.explored, pricer.price, pricer.price_bound, there, answer.aims, _checkpoint_s(config)
     )
@@ -128,7 +126,10 @@ def _over_time(
     return SimulatedChoice(run=run, beside=beside, availability=there, currency=pool.currency)
 
 
-def _read_availability(text: str, pool: Pool) -> Availability:
+def _asked_availability(text: str, pool: Pool) -> Availability:
+    """The file or generated day that --availability names; raises PlaitError if the pool has no spot machines."""
+    if all(entry.spot_price is None for entry in pool.devices):
+        raise PlaitError("--availability is for spot machines; add spot_price to a [[device]] of the pool")
     if text.startswith("seed:"):
         if not text[5:].isdecimal() or len(text) > 20:
             raise PlaitError(f'--availability {text} has no seed; write for example "seed:1"')

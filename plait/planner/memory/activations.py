@@ -17,7 +17,7 @@ def kept_and_repeated(w: Workload, c: Candidates, profile: SoftwareProfile) -> t
     stream = np.where(c.sequence_parallel > 0, c.tensor, 1)
     whole = layer_activations(w, c, profile)
     edge = w.element_bytes * tokens * w.width / stream * (1 - profile.other.offloaded)
-    cores = scores_held(w, c)
+    cores = scores_held(w, c, profile)
     full = c.recompute == RECOMPUTE_MODES.index("full")
     selective = c.recompute == RECOMPUTE_MODES.index("selective")
     kept = profile.selective_kept * (1 - profile.other.offloaded) if w.attention == "flash" else 1.0
@@ -51,7 +51,7 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     if w.is_frozen:  # compiled layers norm again where products need it; adapters keep what they are given
         narrow = narrow + 4.0 * w.width / stream
     held = streamed + attention - less * heads + inner + routed + narrow
-    return tokens * held * (w.element_bytes / 2) + scores_held(w, c)
+    return tokens * held * (w.element_bytes / 2) + scores_held(w, c, profile)
 
 
 def split_activations(w: Workload, c: Candidates) -> Reals:
@@ -72,9 +72,10 @@ def _ffn_per_token(w: Workload, load: Reals) -> Reals:
     return w.ffn * (1 - sparse) + (load * w.experts_per_token * w.expert_ffn + w.shared_ffn) * sparse
 
 
-def scores_held(w: Workload, c: Candidates) -> Reals:
+def scores_held(w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
     """Bytes that attention keeps of one micro-batch: where it is not fused, of each score the softmax before and after
-    dropout and dropout's mask of a byte (5 in 16 bits, 9 in 32), else one float a row."""
+    dropout and dropout's mask of a byte (5 in 16 bits, 9 in 32), or the softmax alone; else one float a row."""
     tokens = local_tokens(w, c)
     heads = w.heads / c.tensor
-    return tokens * heads * ((2.0 * w.element_bytes + 1) * w.sequence if w.attention == "unfused" else 4.0)
+    each = 2.0 * w.element_bytes + 1 if profile.other.drops_scores else float(w.element_bytes)
+    return tokens * heads * (each * w.sequence if w.attention == "unfused" else 4.0)

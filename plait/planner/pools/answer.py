@@ -32,6 +32,7 @@ from plait.planner.pools.choice_words import (
 from plait.planner.pools.exploring import explore
 from plait.planner.pools.pricing import PoolPricer, resources_of_selection
 from plait.planner.pools.selection import Selection
+from plait.planner.search.model_error import stated_error
 from plait.recipe.schema import RunConfig
 from plait.units import format_count, format_days, format_duration, parse_every
 
@@ -54,7 +55,7 @@ class PoolAnswer:
     notes: tuple[str, ...]
     """How the job was sized, where it differs from a plan for given machines."""
     left_out: tuple[str, ...]
-    """Why kinds of devices and zones are not used, one sentence each."""
+    """Why kinds of devices, zones and smaller selections are not used, one sentence each."""
 
     @property
     def best(self) -> PoolChoice:
@@ -72,7 +73,7 @@ class PoolAnswer:
         """What a choice gives up or gains compared with the recommended one."""
         if choice is self.best:
             return self.purpose
-        return nearest_text(choice, self.best, missing(choice, self.aims))
+        return nearest_text(choice, self.best, missing(choice, self.aims), forecast_error(choice, self.best))
 
     @property
     def purpose(self) -> str:
@@ -208,21 +209,48 @@ def _needed(key: str, choice: PoolChoice) -> str:
 
 def shown_choices(explored: Sequence[PoolChoice], best: PoolChoice) -> list[PoolChoice]:
     """A few of the choices that no other beats: the fastest, the cheapest, the best, and others that differ from these
-    as much as possible; the fastest first."""
-    known = [one for one in frontier(explored) if _distance(one, best) >= LEAST_DISTANCE]
+    as much as possible; the fastest first. Each is faster or cheaper than the best, and cheaper than all that are
+    faster, by more than the forecast's error."""
+    least = log(1 + max(LEAST_DIFFERENCE, forecast_error(best)))
+    known = [one for one in _clear_frontier(explored) if _distance(one, best) >= least and _has_gain(one, best)]
     kept = list(dict.fromkeys((*known[:1], *known[-1:])))
     rest = [one for one in known if one not in kept]
     while rest and len(kept) < CHOICES_SHOWN - 1:
         farthest = max(rest, key=lambda one: min(_distance(one, other) for other in (*kept, best)))
-        if min(_distance(farthest, other) for other in (*kept, best)) < LEAST_DISTANCE:
+        if min(_distance(farthest, other) for other in (*kept, best)) < least:
             break
         kept.append(farthest)
         rest.remove(farthest)
     return sorted((*kept, best), key=lambda one: (one.wall_s, one.cost or 0.0))
 
 
-LEAST_DISTANCE = log(1.1)
-"""Of choices that are closer than this in time and cost, only one is worth a line."""
+LEAST_DIFFERENCE = 0.1
+"""Of choices whose time and cost both differ by less than this share, or by less than the forecast's own error, only
+one is worth a line."""
+
+
+def forecast_error(*choices: PoolChoice) -> float:
+    """The share by which forecasts of these choices may differ and count as equal; 0 if they were not forecast."""
+    searches = [one.search for one in choices if one.search is not None]
+    return max((stated_error(one.workload, one.cluster) for one in searches), default=0.0)
+
+
+def _clear_frontier(explored: Sequence[PoolChoice]) -> list[PoolChoice]:
+    """The choices that no other beats, without those that are slower than another and cheaper by less than the
+    forecast's error."""
+    clear = list[PoolChoice]()
+    for one in frontier(explored):
+        if not clear or clear[-1].cost is None or one.cost is None or _has_gain(one, clear[-1]):
+            clear.append(one)
+    return clear
+
+
+def _has_gain(choice: PoolChoice, best: PoolChoice) -> bool:
+    """Whether a choice takes less time or money than the best by more than the forecast's error."""
+    if choice.cost is None or best.cost is None:
+        return True
+    more = 1 + forecast_error(choice, best)
+    return choice.wall_s * more < best.wall_s or choice.cost * more < best.cost
 
 
 def _distance(one: PoolChoice, other: PoolChoice) -> float:
@@ -232,7 +260,7 @@ def _distance(one: PoolChoice, other: PoolChoice) -> float:
 
 def _left_out(pool: Pool, explored: Sequence[PoolChoice], best: PoolChoice, aims: Aims) -> list[str]:
     """For each kind of device that the best choice does not use, the best choice priced with it; likewise for each
-    unused zone that has a kind in use."""
+    unused zone that has a kind in use. Then what is cheaper by less than the forecast's error."""
     lines = list[str]()
     kinds = dict.fromkeys(entry.device.name for entry in pool.devices)
     used = {entry.device.name for entry, _ in best.selection.taken}
@@ -243,6 +271,14 @@ def _left_out(pool: Pool, explored: Sequence[PoolChoice], best: PoolChoice, aims
     for zone in (zone for zone in has_used_kind if zone not in best.selection.zones):
         with_it = [one for one in explored if zone in one.selection.zones]
         lines.append(_left_out_text(zone, with_it, best, aims))
+    if best.cost and (cheaper := [one for one in frontier(explored) if one.cost and one.cost < best.cost]):
+        cheapest = min(cheaper, key=lambda one: one.cost or 0.0)
+        if _distance(cheapest, best) >= log(1 + LEAST_DIFFERENCE) and not _has_gain(cheapest, best):
+            error = f"{forecast_error(cheapest, best):.1%}"
+            lines.append(
+                f"cheaper choices save less than this forecast may be off ({error}): {cheapest.selection} would take "
+                f"{format_days(cheapest.wall_s)} for {cost_text(cheapest)}"
+            )
     return lines
 
 
@@ -253,7 +289,8 @@ def _left_out_text(what: str, with_it: Sequence[PoolChoice], best: PoolChoice, a
     other = min(meets or with_it, key=lambda one: objective_value(one, aims.objective))
     short = "" if meets else ", which misses the bounds"
     costs = "" if other.cost is None else f" for {cost_text(other)}"
-    if objective_value(other, aims.objective) <= (1 + SAME) * objective_value(best, aims.objective) and meets:
+    same = max(SAME, forecast_error(other, best))
+    if objective_value(other, aims.objective) <= (1 + same) * objective_value(best, aims.objective) and meets:
         return f"{what} would do as well: {choice_text(other)}"
     time = format_days(other.wall_s)
     return f"{what} is not used: the best choice with it, {other.selection}, would take {time}{costs}{short}"

@@ -65,21 +65,25 @@ def _named(choice: PoolChoice) -> str:
     return f"{selection_text(choice.selection)}{' as spot machines' if choice.purchase == 'spot' else ''}"
 
 
-def nearest_text(choice: PoolChoice, best: PoolChoice, missed: Collection[str]) -> str:
-    """What another choice gains and gives up compared with the recommended one, and which bounds it misses."""
+def nearest_text(choice: PoolChoice, best: PoolChoice, missed: Collection[str], error: float) -> str:
+    """What another choice gains and gives up compared with the recommended one, and which bounds it misses.
+    Differences of at most `error`, a share, are left out: the forecast cannot tell them."""
     parts = list[str]()
     faster, longer = best.wall_s - choice.wall_s, choice.wall_s - best.wall_s
-    if faster > 0:
-        parts.append(f"{format_days(faster)} sooner")
-    elif longer > 0:
-        parts.append(f"{format_days(longer)} later")
-    if choice.cost is not None and best.cost is not None and choice.cost != best.cost:
+    if not _is_about(choice.wall_s, best.wall_s, error):
+        parts.append(f"{format_days(faster)} sooner" if faster > 0 else f"{format_days(longer)} later")
+    if choice.cost is not None and best.cost is not None and not _is_about(choice.cost, best.cost, error):
         word = "more" if choice.cost > best.cost else "less"
         currency = choice.selection.pool.currency
         parts.append(f"{money_text(abs(choice.cost - best.cost), currency)} {word}")
     if missed:
         parts.append(f"misses {' and '.join(missed)}")
-    return ", ".join(parts)
+    return ", ".join(parts) or "no difference that a forecast can tell"
+
+
+def _is_about(one: float, other: float, error: float) -> bool:
+    """Whether two figures differ by no more than this share."""
+    return max(one, other) <= (1 + error) * min(one, other)
 
 
 def bound_text(key: str, aims: Aims, currency: str) -> str:

@@ -27,6 +27,15 @@ class OtherProgram:
     """Share of the optimizer's state and of what recomputed layers keep that waits in the host's memory."""
     bucket_bytes: float = 0.0
     """Flat copies of gradients and parameters on their way, where the optimizer is sharded."""
+    scores_backward: float = 1.3
+    """Traffic per attention score of the backward pass over that of the forward pass, where attention is not fused."""
+    drops_scores: bool = True
+    """Whether dropout follows the softmax where attention is not fused."""
+    divides_stream: bool = True
+    """Whether the ranks of a tensor group divide the stream between their products (sequence parallelism)."""
+    sends_one_at_a_time: bool = False
+    """Whether a rank of a pipeline waits for each message before it sends or receives the next one: ranks between two
+    neighbours wait for four messages of a micro-batch, the first and the last rank for two."""
     gradients_held_bytes: int = 0
     """Bytes that a parameter's gradients take where they are held more than once; 0: as `gradient_bytes`."""
 

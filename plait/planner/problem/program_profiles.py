@@ -44,6 +44,36 @@ MEGATRON_DEEPSPEED_BF16 = replace(
     name="megatron-deepspeed bf16",
     other=replace(MEGATRON_DEEPSPEED_BLOCKING.other, gradients_held_bytes=8),
 )
+# Sailor's runs (SOSP 2025; github.com/eth-easl/sailor): the same in float32, with layers of its own (opt_model.py,
+# gpt_neo_model.py). Read and counted in its code; the times of its runs were known, but none was used.
+# - Numbers, and so gradients, have 4 bytes. Beside DeepSpeed neither the stream is divided among a tensor group nor do
+#   its sums overlap (arguments.py). Sends and receives of stages block (p2p.py).
+# - Norms and residuals pass 10 times over the stream; biases, copies and the activation 4 times over the feedforward.
+# - Megatron's fused softmax takes no float32: mask and softmax read and write each score, 17 bytes with the mask's. The
+#   mask is filled in place on a view, for which autograd zeroes and copies the gradient: 65 bytes a score backward.
+#   Nothing is dropped out there, and norms' and products' inputs alone are kept of the stream.
+# - launch_s: a layer's profile on four GH200 has 3.2 ms for one sequence, more than its arithmetic needs.
+SAILOR = replace(
+    MEGATRON_DEEPSPEED,
+    name="sailor",
+    stream_held_bytes=8.0,
+    stream_bytes=20.0,
+    inner_bytes=8.0,
+    score_bytes=8.5,
+    launch_s=31e-6,
+    hides_tensor=0.0,
+    hides_pipeline=0.0,
+    update_bytes=28.0,
+    gradient_bytes=4,
+    other=replace(
+        MEGATRON_DEEPSPEED.other,
+        scores_backward=65 / 17,
+        drops_scores=False,
+        divides_stream=False,
+        sends_one_at_a_time=True,
+        bucket_bytes=0.0,
+    ),
+)
 # The same kernels without DeepSpeed; shares from a fit on all rows of Megatron-LM's tables of 2020 and 2021,
 # Korthikanti 2022, MT-NLG and NeMo-Megatron (too few rows to halve).
 MEGATRON_2021 = replace(

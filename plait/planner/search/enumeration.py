@@ -196,7 +196,7 @@ def _options(
         "shard_what": what,
         "context": degrees.context * ones,
         "tensor": degrees.tensor * ones,
-        "sequence_parallel": (degrees.tensor > 1) * ones,
+        "sequence_parallel": (degrees.tensor > 1 and profile.other.divides_stream) * ones,
         "expert": np.array(experts, dtype=np.int64)[expert_place],
         "micro_sequences": micro.astype(np.int64),
         "recompute": recompute.astype(np.int64),

@@ -51,7 +51,14 @@ def slowest_hop_wait_s(inputs: CostInputs) -> Reals:
     c, profile = inputs.candidates, inputs.profile
     if profile.send_model != "by share":
         return np.zeros(len(c))
-    return np.where(c.pipeline > 1, 2 * c.virtual * _slowest_hop_s(inputs) * (1 - profile.hides_pipeline), 0.0)
+    messages = np.where(_is_one_at_a_time(inputs), 4, 2) * c.virtual
+    return np.where(c.pipeline > 1, messages * _slowest_hop_s(inputs) * (1 - profile.hides_pipeline), 0.0)
+
+
+def _is_one_at_a_time(inputs: CostInputs) -> NDArray[np.bool_]:
+    """Mask of pipelines with ranks between two neighbours, which wait for the messages of one after those of the
+    other."""
+    return (inputs.candidates.pipeline > 2) & inputs.profile.other.sends_one_at_a_time
 
 
 def _slowest_hop_s(inputs: CostInputs) -> Reals:
@@ -77,7 +84,8 @@ def hop_shares(inputs: CostInputs) -> Reals:
     for start in network.island_starts:
         crosses = crosses | ((first < start) & (start <= last))
     hops = hop_message_s(network, _message_bytes(inputs), (c.pipeline, stride), far, crosses)
-    return hops / hops.max(axis=0)
+    ends = (place == 0) | (place == ranks - 1)
+    return np.where(ends & _is_one_at_a_time(inputs), 0.5, 1.0) * hops / hops.max(axis=0)
 
 
 def message_cpu_s(inputs: CostInputs) -> Reals:
@@ -117,10 +125,11 @@ def _added_to_pace(inputs: CostInputs, exposed: Reals, layer_s: Reals, head_s: R
 
 
 def _has_unequal_hops(inputs: CostInputs) -> NDArray[np.bool_]:
-    """Mask of pipelines whose hops may differ: several stages in a node, or several islands."""
+    """Mask of pipelines whose hops, or what ranks wait for at them, may differ: several stages in a node, several
+    islands, one message at a time."""
     c, network = inputs.candidates, inputs.network
     inside = c.devices // c.pipeline < network.devices_per_node
-    return (inside | bool(network.island_starts)) & (c.pipeline > 1)
+    return (inside | bool(network.island_starts) | _is_one_at_a_time(inputs)) & (c.pipeline > 1)
 
 
 def _message_bytes(inputs: CostInputs) -> Reals:
