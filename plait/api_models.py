@@ -113,7 +113,8 @@ def export(
     folder: Place = None,
 ) -> Path:
     """Write the run's model as the new folder `to`, which transformers and others load, or its adapter alone as PEFT's
-    files; returns that folder. Of a run of adapters the model is the merged one."""
+    files; returns that folder. Of a run of adapters the model is the merged one. A name that ends with .gguf becomes
+    one file for llama.cpp."""
     check_arguments(run=run, to=to, dtype=dtype, what=what)
     from plait.commands.export import write_export
 

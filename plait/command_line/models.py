@@ -99,9 +99,11 @@ def evaluate(
 
 def export_command(
     run: RunName,
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder to make.")],
+    to: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="The folder to make; NAME.gguf makes one file for llama.cpp.")
+    ],
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="float32 keeps every bit; or bfloat16, float16.")
+        str, typer.Option(metavar="TYPE", help="float32 keeps every bit; or bfloat16, float16; of .gguf also q8_0.")
     ] = "float32",
     adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter, as PEFT's files.")] = False,
     merged: Annotated[

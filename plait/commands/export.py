@@ -1,4 +1,5 @@
-"""`plait export`: a run's newest checkpoint as a folder in Hugging Face's format, or its adapter in PEFT's."""
+"""`plait export`: a run's newest checkpoint as a folder in Hugging Face's format or a .gguf file, or its adapter in
+PEFT's."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -22,6 +23,8 @@ from plait.commands.models.exported_run import (
     write_learnt_template,
 )
 from plait.commands.models.model_card import model_card
+from plait.commands.preparing.base import GGUF
+from plait.data.conversations.chat_template import find_template, special_tokens, tokenizer_settings
 from plait.data.preparation.end_tokens import learnt_end_of_turn, learnt_ends
 from plait.data.preparation.tokens import corpus_tokenizer, load_tokenizer
 from plait.data.shards import Corpus, open_corpus
@@ -31,9 +34,11 @@ from plait.interop.base_model import read_config
 from plait.interop.config_in import family_of, is_around_text, shape_of_config
 from plait.interop.config_out import config_of_shape
 from plait.interop.families import MODEL_FAMILIES
+from plait.interop.gguf_out import GgufType, gguf_tensors, write_gguf
+from plait.interop.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
 from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights, written_tensors
-from plait.model.shape import ModelShape
+from plait.model.shape import ModelShape, weight_sizes
 from plait.planner.plan import Plan
 from plait.planner.problem.model_words import objectives_left_out, without_objectives
 from plait.run_folder import find_run
@@ -57,8 +62,9 @@ def write_export(
     shard_bytes: int = SHARD_BYTES,
     working: WorkingFolder = CURRENT_FOLDER,
 ) -> Path:
-    """Write the folder `to`, which must not exist, and return it; a checkpoint of any layout will do. float32 keeps
-    every bit. Raises PlaitError, and leaves nothing behind, where that cannot be done."""
+    """Write the folder `to`, or the file where its name ends with .gguf, and return it; it must not exist. A checkpoint
+    of any layout will do. float32 keeps every bit. Raises PlaitError, and leaves nothing behind, where that cannot be
+    done."""
     folder = find_run(run, working)
     plan, target = folder.saved_plan(), (working.path / to).absolute()
     _check_request(run, plan, to, target, dtype, what)
@@ -69,11 +75,14 @@ def write_export(
     def write(staging: Path) -> str:
         if what == "adapter":
             kind = _write_adapter(staging, source, corpus, dtype)
+        elif target.suffix == GGUF:  # beside what it takes in, and then alone
+            _write_small_files(staging, source, corpus, _token_ids(source, corpus, _config_of_base(source)), "model")
+            kind = ""
         else:
             kind = _write_model(staging, target, source, corpus, dtype, shard_bytes)
         name_end_of_turn(staging, learnt_end_of_turn(corpus, tokenizer))
         write_learnt_template(staging, corpus, folder.saved_config().data.chat_template)
-        return kind
+        return kind or _write_gguf(staging, target, source, corpus, cast(GgufType, dtype))
 
     with screen.progress() as show:
         show(0, 0, "writing the weights")
@@ -83,21 +92,37 @@ def write_export(
 
 
 def _check_request(run: str, plan: Plan, to: Path, target: Path, dtype: str, what: Exported) -> None:
-    if dtype not in _CODES:
-        raise PlaitError(f"dtype = {dtype} is none of {', '.join(_CODES)}; choose one of these")
+    known = get_args(GgufType) if to.suffix == GGUF else _CODES
+    if dtype not in known:
+        raise PlaitError(f"dtype = {dtype} is none of {', '.join(known)}; {_other_dtype(dtype, to)}")
+    if to.suffix == GGUF and what == "adapter":
+        raise PlaitError(f"{to.name} would hold a whole model; take --adapter out, or name a folder for the adapter")
     if what != "model" and plan.job.shape.adapter is None:
         raise PlaitError(f'"{run}" trained all weights and has no adapter; export it without --{what}')
     if target.exists() or not target.parent.is_dir():
         raise PlaitError(f"{to} exists already, or its parent folder does not; name a new folder")
 
 
+def _other_dtype(dtype: str, to: Path) -> str:
+    if dtype in get_args(GgufType):
+        return f"{dtype} is for a file whose name ends with {GGUF}"
+    if to.suffix == GGUF and dtype.lower().startswith(("q", "iq")):
+        return (
+            "the package gguf makes no smaller blocks: export with float16, and then run llama.cpp's "
+            f"llama-quantize {to.name} SMALL.gguf {dtype.upper()}"
+        )
+    return "choose one of these"
+
+
 def _written(target: Path, write: Callable[[Path], str]) -> str:
-    """Fill a folder beside the target by `write`, and then give it its name; returns what `write` says it is."""
+    """Fill a folder beside the target by `write`, and then give it, or the file in it, the target's name; returns what
+    `write` says it is."""
     staging = target.with_name(f".{target.name}.part")
     try:
         staging.mkdir()
         kind = write(staging)
-        staging.rename(target)
+        made = staging / target.name if target.suffix == GGUF else staging
+        made.rename(target)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, OSError):
@@ -105,12 +130,13 @@ def _written(target: Path, write: Callable[[Path], str]) -> str:
                 f"{target} cannot be written ({error.strerror}); {disk_advice(error)}, and export again"
             ) from error
         raise
+    shutil.rmtree(staging, ignore_errors=True)  # what was taken in by a file
     return kind
 
 
 def _write_model(staging: Path, target: Path, source: ExportedRun, corpus: Corpus, dtype: str, shard_bytes: int) -> str:
     """The whole model, an adapter added to the weights beside it; returns its family."""
-    kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
+    kept = _config_of_base(source)
     shape = _exported_shape(replace(without_objectives(source.plan.job.shape), adapter=None), kept)
     config = config_of_shape(shape, dtype, family_of(kept) if kept else "")
     tensors = written_tensors(shape, MODEL_FAMILIES[config["model_type"]])
@@ -121,6 +147,45 @@ def _write_model(staging: Path, target: Path, source: ExportedRun, corpus: Corpu
     write_weights(staging, tensors, _CODES[dtype], merged_reader(source), shard_bytes)
     merged = ", the adapter merged" if source.base else ""
     return f"{config['model_type']}{merged}{objectives_left_out(source.plan.job.shape)}"
+
+
+def _write_gguf(staging: Path, target: Path, source: ExportedRun, corpus: Corpus, dtype: GgufType) -> str:
+    """The whole model as one file, with the tokenizer and the chat template that lie in the folder already; returns
+    its architecture."""
+    kept = _config_of_base(source)
+    shape = _exported_shape(replace(without_objectives(source.plan.job.shape), adapter=None), kept)
+    sizes, read = weight_sizes(shape), merged_reader(source)
+    _require_room(target, sum(one.nbytes for one in gguf_tensors(shape, dtype)))
+    tokenizer = gguf_tokenizer((staging / "tokenizer.json").read_text(encoding="utf-8"), shape.vocabulary)
+    template = find_template([staging])
+    architecture = write_gguf(
+        staging / target.name,
+        shape,
+        dtype,
+        lambda name: read(name, (0,) * len(sizes[name]), sizes[name]),
+        tokenizer,
+        name=source.folder.path.name,
+        special=_special_ids(staging, tokenizer, _token_ids(source, corpus, kept)),
+        adds_beginning="yes" if corpus_tokenizer(corpus).bos else "no",
+        chat_template=template.text if template else "",
+    )
+    merged = ", the adapter merged" if source.base else ""
+    return f"{architecture} as GGUF{merged}{objectives_left_out(source.plan.job.shape)}"
+
+
+def _special_ids(folder: Path, tokenizer: GgufTokenizer, ids: Mapping[str, Any]) -> dict[str, int]:
+    """Special tokens by a .gguf file's names. "eos" is the one that the chat template means by it, "eot" the next one
+    that ends an answer."""
+    ends = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
+    named = special_tokens(tokenizer_settings(folder)).get("eos_token")
+    eos = tokenizer.tokens.index(named) if named in tokenizer.tokens else ends[0]
+    found = {"bos": ids.get("bos_token_id"), "eos": eos, "pad": ids.get("pad_token_id")}
+    found["eot"] = next((one for one in ends if one != eos), None)
+    return {key: number for key, number in found.items() if isinstance(number, int) and number >= 0}
+
+
+def _config_of_base(source: ExportedRun) -> dict[str, Any]:
+    return read_config(source.folder.base) if source.folder.base.is_dir() else {}
 
 
 def _write_adapter(staging: Path, source: ExportedRun, corpus: Corpus, dtype: str) -> str:
@@ -142,7 +207,7 @@ def _write_adapter(staging: Path, source: ExportedRun, corpus: Corpus, dtype: st
         fingerprint=source.plan.job.base_fingerprint,
         dtype=getattr(torch, dtype),
     )
-    kept = read_config(source.folder.base) if source.folder.base.is_dir() else {}
+    kept = _config_of_base(source)
     _write_small_files(staging, source, corpus, _token_ids(source, corpus, kept), "adapter")
     return f"{source.plan.job.shape.adapter.variant} adapter of {base.family}"
 

@@ -281,7 +281,7 @@ def _looked_at(file: Path, path: str, read: Reading) -> RecipeText | FileFault:
             return FileFault(
                 file=file,
                 what="holds preference pairs",
-                advice='tune a trained model with them (finetune.objective = "dpo")',
+                advice='tune a trained model with them (finetune.objective = "dpo", "orpo" or "simpo")',
             )
         if form.kind != "text":
             return RecipeText(path, content="examples", nbytes=size)

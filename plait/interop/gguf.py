@@ -1,7 +1,7 @@
 """A .gguf file as a folder in Hugging Face's format: converted once, by transformers' reader, into float32.
 
 What that reader drops in silence is refused here: stretched rotary positions. What it gets wrong is fixed: a
-pre-tokenizer that splits digits.
+pre-tokenizer that splits digits, and sizes that it leaves at those of the family's first model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ GGUF_FAMILIES = (
 )  # fmt: skip
 """Values of general.architecture that are read; in these files other families store some weights changed."""
 _LEFT_OUT = ("quantization_config", "_name_or_path", "transformers_version")
+_UNREAD_SIZES = {
+    "gpt2": {"n_positions": "context_length", "n_inner": "feed_forward_length"},
+    "qwen3": {"head_dim": "attention.key_length"},
+}
+"""By family, the keys of config.json that the reader leaves at their defaults, and where the file has them."""
 _SPLITS_DIGITS = ("smollm",)
 """Values of `tokenizer.ggml.pre` whose tokenizers take each digit by itself."""
 
@@ -37,9 +42,12 @@ def convert_gguf(file: Path, folder: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     place: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
+    sizes = {key: int(fields[named]) for key, named in _UNREAD_SIZES.get(fields["family"], {}).items() if fields[named]}
     try:
         with redirect_stderr(StringIO()):  # a bar of its own, which no setting turns off
-            model: Any = transformers.AutoModelForCausalLM.from_pretrained(file.parent, **place, dtype="float32")
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                file.parent, **place, **sizes, dtype="float32"
+            )
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, **place)
     except Exception as error:  # of several libraries; the one for tokenizers raises bare Exception
         raise PlaitError(
@@ -68,7 +76,8 @@ def _checked_fields(gguf: Any, file: Path) -> dict[str, str]:
             f"{file} stretches its rotary positions, which transformers' GGUF reader drops; take the model in "
             "safetensors"
         )
-    return {"family": family, "pre": _text(reader, "tokenizer.ggml.pre")}
+    sizes = {named: _text(reader, f"{family}.{named}") for named in _UNREAD_SIZES.get(family, {}).values()}
+    return {"family": family, "pre": _text(reader, "tokenizer.ggml.pre"), **sizes}
 
 
 def _text(reader: Any, key: str) -> str:

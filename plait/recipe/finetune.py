@@ -12,8 +12,13 @@ from plait.recipe.values import Auto, Width
 FinetuneMethod = Literal["full", "lora", "qlora"]
 ADAPTER_METHODS: tuple[FinetuneMethod, ...] = ("lora", "qlora")
 """The methods that train adapters alone."""
-FinetuneObjective = Literal["sft", "dpo"]
+FinetuneObjective = Literal["sft", "dpo", "orpo", "simpo"]
 _LORA_KEYS = ("rank", "alpha", "targets", "variant")
+_OBJECTIVES_OF_KEYS: dict[str, tuple[FinetuneObjective, ...]] = {
+    "label_smoothing": ("dpo", "simpo"),
+    "reference": ("dpo",),
+    "margin": ("simpo",),
+}
 
 
 class FinetuneSection(RecipeSection):
@@ -33,16 +38,33 @@ class FinetuneSection(RecipeSection):
     """"rslora" divides by the root of the rank (Kalajdzievski 2023)."""
 
     objective: FinetuneObjective = "sft"
-    """"sft": from examples; "dpo": from pairs of an answer that is preferred and one that is not (Rafailov 2023)."""
-    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
-    """DPO's: how strongly the model is held to what it was; 0.1 is the paper's, 0.01 lets it go further."""
+    """"sft": from examples; "dpo", "orpo" or "simpo": from pairs of a preferred and a rejected answer."""
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | Auto = "auto"
+    """DPO's hold on what the model was, SimPO's scale of rewards, ORPO's weight of the odds; "auto": their papers'."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """DPO's and SimPO's: the share of pairs that are taken to be the wrong way round (Mitchell 2023)."""
+    reference: Literal["base", "none"] = "base"
+    """DPO's: compare with what the first weights give, or with nothing (reference-free)."""
+    margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Auto = "auto"
+    """SimPO's gamma: how much larger the reward of the preferred answer is to be; "auto": half of beta."""
+
+    @property
+    def learns_pairs(self) -> bool:
+        return self.objective != "sft"
 
     @model_validator(mode="after")
     def _check_objective(self) -> Self:
-        if self.objective == "dpo" and self.method == "auto":
-            raise ValueError('objective = "dpo" tunes a model; write method = "lora" or method = "full" beside it')
-        if self.objective != "dpo" and self.beta != type(self).model_fields["beta"].default:
-            raise ValueError('beta is DPO\'s; write objective = "dpo", or take beta out')
+        if self.learns_pairs and self.method == "auto":
+            raise ValueError(
+                f'objective = "{self.objective}" tunes a model; write method = "lora" or method = "full" beside it'
+            )
+        # 0.2.0 wrote beta = 0.1 into the saved recipe of every run.
+        if not self.learns_pairs and self.beta not in ("auto", 0.1):
+            raise ValueError('beta is for pairs of answers; write objective = "dpo", or take beta out')
+        for key, objectives in _OBJECTIVES_OF_KEYS.items():
+            if self.objective not in objectives and getattr(self, key) != type(self).model_fields[key].default:
+                named = " or ".join(f'"{one}"' for one in objectives)
+                raise ValueError(f"{key} goes with objective = {named}; write that, or take {key} out")
         return self
 
     @model_validator(mode="after")

@@ -143,15 +143,16 @@ def parse_config(values: Mapping[str, Any]) -> RunConfig:
 
 def _check_pairs(config: RunConfig) -> None:
     """Raise PlaitError unless [finetune] and [data] agree on whether pairs of answers are learned from."""
-    data, pairs = config.data, config.finetune.objective == "dpo"
+    data, pairs = config.data, config.finetune.learns_pairs
     if pairs and data.format not in ("auto", "preference"):
         raise PlaitError(
-            f'finetune.objective = "dpo" learns from pairs and data.format = "{data.format}" has none; write '
-            'data.format = "preference", or take objective out'
+            f'finetune.objective = "{config.finetune.objective}" learns from pairs and data.format = "{data.format}" '
+            'has none; write data.format = "preference", or take objective out'
         )
     if not pairs and data.format == "preference":
         raise PlaitError(
-            'data.format = "preference" is learned from by finetune.objective = "dpo"; write it in [finetune]'
+            'data.format = "preference" is learned from by finetune.objective = "dpo", "orpo" or "simpo"; write one of '
+            "them in [finetune]"
         )
     if pairs and data.overlong == "cut":
         raise PlaitError(

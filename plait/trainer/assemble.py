@@ -26,6 +26,7 @@ from plait.parallel.sharded_model import Forward, LossOf, ShardedModel
 from plait.parallel.watched import WATCH
 from plait.parallel.whole_matrices import MatrixExchange, stage_exchange
 from plait.partition.execution import Compile, Precision
+from plait.planner.derive.published_rules import MARGIN_OVER_BETA, USUAL_BETA
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
@@ -34,6 +35,7 @@ from plait.trainer.first_weights import fill_first_weights
 from plait.trainer.loss_scale import DeviceLossScale
 from plait.trainer.optimizer.fused import RunOptimizer
 from plait.trainer.optimizer.optim import learning_rate, make_optimizer
+from plait.trainer.preference.formulas import PreferenceLoss
 from plait.trainer.preference.pair_losses import PairLosses
 from plait.trainer.score_passes import score_passes
 from plait.trainer.state import TrainState
@@ -197,7 +199,7 @@ def assemble(
     )
     loader = Loader(corpus, reader, samples)
     autocast, compile = make_autocast(plan.arithmetic.precision, device), plan.arithmetic.compile if stages else "off"
-    counted = plan.job.batch_sequences * (plan.job.sequence if config.finetune.objective != "dpo" else 1)
+    counted = plan.job.batch_sequences * (1 if config.finetune.learns_pairs else plan.job.sequence)
     scale = DeviceLossScale(counted, device) if plan.arithmetic.precision == "fp16" else None
     auxiliary = AuxiliaryLosses(sharded, plan.job.shape, autocast, score_passes(compile), scale)
     pairs = pair_losses_of(config, sharded, all_pairs(corpus), autocast, compile, scale)
@@ -237,11 +239,22 @@ def pair_losses_of(
     scale: DeviceLossScale | None = None,
 ) -> PairLosses | None:
     """The loss of a recipe that learns from this many pairs; None where it learns from no pairs."""
+    loss = preference_loss_of(config)
+    return None if loss is None else PairLosses(sharded, pairs, loss, autocast, score_passes(compile), scale)
+
+
+def preference_loss_of(config: RunConfig) -> PreferenceLoss | None:
+    """Which loss of pairs a recipe asks for; None where it learns from no pairs."""
     tuning = config.finetune
-    return (
-        PairLosses(sharded, pairs, tuning.beta, autocast, score_passes(compile), scale)
-        if tuning.objective == "dpo"
-        else None
+    if tuning.objective == "sft":
+        return None
+    beta = USUAL_BETA[tuning.objective] if tuning.beta == "auto" else tuning.beta
+    return PreferenceLoss(
+        kind=tuning.objective,
+        beta=beta,
+        label_smoothing=tuning.label_smoothing,
+        margin=beta * MARGIN_OVER_BETA if tuning.margin == "auto" else tuning.margin,
+        compared_with=tuning.reference if tuning.objective == "dpo" else "none",
     )
 
 

@@ -13,7 +13,6 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
-from typing import Literal
 
 import torch
 from safetensors.torch import load, save
@@ -32,6 +31,7 @@ from plait.planner.plan import Plan
 from plait.regular_file import read_regular_file
 from plait.report.atomic import replace_file
 from plait.trainer.assemble import Assembly
+from plait.trainer.preference.formulas import PreferenceLoss
 
 _FORMAT = 1
 _MICROS_AT_ONCE = 16
@@ -41,20 +41,18 @@ _TABLE, _SHA256 = "log_probabilities", "sha256"
 
 
 class KeptReference:
-    """The reference of one run, found or missing; of a run that learns from no pairs there is nothing to find. Every
-    rank must make the same calls."""
+    """The reference of one run, found or missing; of a run whose loss compares with none there is nothing to find.
+    Every rank must make the same calls."""
 
-    def __init__(
-        self, plan: Plan, world: Communicator, *, objective: Literal["sft", "dpo"], overlong: Overlong
-    ) -> None:
+    def __init__(self, plan: Plan, world: Communicator, *, loss: PreferenceLoss | None, overlong: Overlong) -> None:
         self._world = world
         self._overlong: Overlong = overlong
         self._table = torch.zeros(0, 2, dtype=torch.float64)
         self.is_missing = False
         """Whether it must be computed: then the assembly that `give` gets needs the weights that the run begins
         with."""
-        self.learns_pairs = objective == "dpo"
-        if self.learns_pairs:
+        self._is_needed = loss is not None and loss.compared_with == "base"
+        if self._is_needed:
             self._path = Path(plan.job.corpus) / f"reference-{reference_key(plan, overlong)}.safetensors"
             self._pairs = all_pairs(open_corpus(Path(plan.job.corpus)))
             self._find()
@@ -63,7 +61,7 @@ class KeptReference:
         """Hand the reference to an assembly; where it is missing it is computed first, which blocks. The ranks that are
         asked to write keep it on their host. Returns a sentence about what was done, or "". Raises RunFailed where the
         numbers are not finite or cannot be kept."""
-        if not self.learns_pairs:
+        if not self._is_needed:
             return ""
         sentence, began = "", perf_counter()
         if self.is_missing:

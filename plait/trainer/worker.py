@@ -31,7 +31,7 @@ from plait.planner.settings import run_settings
 from plait.recipe.load import flat_values, read_saved_recipe
 from plait.report.rank_times_file import RankTimesFile
 from plait.trainer.actions import loop_actions
-from plait.trainer.assemble import Assembly, assemble
+from plait.trainer.assemble import Assembly, assemble, preference_loss_of
 from plait.trainer.balance.actions import Rebalancer, plan_at, watch_every_steps
 from plait.trainer.balance.meter import Meter, attach_meter, clock_of
 from plait.trainer.balance.move_layers import BuildAssembly, move_layers
@@ -71,7 +71,7 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
         mesh = make_mesh(plan.placement.layout, plan.machines.device)
         torch.manual_seed(config.run.seed + context.rank)
         build = partial(assemble, config, sums=world, mesh=mesh)
-        reference = KeptReference(plan, world, objective=config.finetune.objective, overlong=config.data.overlong)
+        reference = KeptReference(plan, world, loss=preference_loss_of(config), overlong=config.data.overlong)
         begun = plan_at(plan, requested["from_copies"], folder / "shares.jsonl", world)
         assembly = _assembled(build, begun, reference, context, requested["resume"] or requested["from_copies"])
         assembly, meter = _watched(assembly, context)

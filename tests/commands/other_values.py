@@ -37,6 +37,9 @@ OTHER_VALUES = {
     "finetune.quantization": "int8",
     "finetune.objective": "dpo",
     "finetune.beta": "0.5",
+    "finetune.label_smoothing": "0.1",
+    "finetune.reference": "none",
+    "finetune.margin": "0.7",
     "model.size": "3M",
     "model.layers": "3",
     "model.width": "256",
@@ -143,7 +146,11 @@ BESIDE = {
     **dict.fromkeys(("finetune.rank", "finetune.alpha", "finetune.targets", "finetune.variant"), LORA),
     "finetune.quantization": (*TUNED, "finetune.method=qlora"),
     "finetune.objective": (*TUNED, "finetune.method=full"),
-    "finetune.beta": (*TUNED, "finetune.method=full", "finetune.objective=dpo"),
+    **dict.fromkeys(
+        ("finetune.beta", "finetune.label_smoothing", "finetune.reference"),
+        (*TUNED, "finetune.method=full", "finetune.objective=dpo"),
+    ),
+    "finetune.margin": (*TUNED, "finetune.method=full", "finetune.objective=simpo"),
     **{key: ("model.experts=8",) for key in OTHER_VALUES if key.startswith(("model.expert_", "model.router"))},
     **dict.fromkeys(
         ("model.query_rank", "model.rope_head_width", "model.value_head_width"), ("model.key_value_rank=16",)

@@ -270,3 +270,74 @@ def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
         write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
     assert refused.value.exit_code == 2
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*.part"))
+
+
+GGUF_SHAPE: dict[str, object] = {"width": 64, "head_width": 32, "ffn": 96}
+"""Rows that blocks of 32 divide."""
+GGUF_CHANGES: dict[str, dict[str, object]] = {
+    "llama": {**GGUF_SHAPE, "tied": False},
+    "gpt2": {**CHANGES["gpt2"], **GGUF_SHAPE},
+    "qwen2": {"bias": "qkv", "tied": True, **GGUF_SHAPE},
+    "qwen3": {**CHANGES["qwen3"], **GGUF_SHAPE, "head_width": 64},
+}
+
+
+@pytest.mark.parametrize("family", few_fast(GGUF_CHANGES, "llama"))
+def test_a_gguf_file_is_read_back_as_it_was(family: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    working, model = saved_run(tmp_path, **GGUF_CHANGES[family])
+    text, own = "a b c d, abcdefgh 12", open_model("tiny", working).tokenizer
+    target = write_export("tiny", Path("whole.gguf"), screen=SilentScreen(), working=working)
+    back = open_model(target.name, working)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(back.model.get_parameter(name), parameter), name
+    assert back.tokenizer.encode(text) == own.encode(text) and back.tokenizer.eot == own.eot
+    write_export("tiny", Path("small.gguf"), dtype="q8_0", screen=SilentScreen(), working=working)
+    tensors = {one.name: one for one in gguf.GGUFReader(tmp_path / "small.gguf").tensors}
+    down = tensors["blk.1.ffn_down.weight"]
+    assert down.tensor_type.name == "Q8_0" and tensors["output_norm.weight"].tensor_type.name == "F32"
+    numbers = torch.from_numpy(gguf.quants.dequantize(down.data, down.tensor_type))
+    wanted = model.get_parameter("layers.1.feedforward.down.weight").detach().view(-1, 32)
+    assert ((numbers.view(-1, 32) - wanted).abs() <= wanted.abs().amax(1, keepdim=True) / 127).all()
+    assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_llamas_stretched_positions_are_written_as_llama_cpp_takes_them(tmp_path: Path) -> None:
+    """As what each pair's frequency is divided by: 1 for fast pairs, the factor for slow ones."""
+    gguf = pytest.importorskip("gguf")
+    rope = RopeScaling(kind="llama3", factor=8.0, original_sequence=64)
+    working, _ = saved_run(tmp_path, **GGUF_SHAPE, rope=rope)
+    write_export("tiny", Path("long.gguf"), screen=SilentScreen(), working=working)
+    (found,) = [one for one in gguf.GGUFReader(tmp_path / "long.gguf").tensors if one.name == "rope_freqs.weight"]
+    assert len(found.data) == 16 and found.data[0] == 1.0 and found.data[-1] == 8.0
+    assert all(found.data[1:] >= found.data[:-1])
+    with pytest.raises(PlaitError, match="stretches its rotary positions"):
+        open_model("long.gguf", working)
+
+
+def test_a_gguf_file_has_the_template_and_the_ends_of_what_was_learnt(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    working, _ = saved_run(tmp_path)
+    learns_chats(working)
+    write_export("tiny", Path("chat.gguf"), dtype="float16", screen=SilentScreen(), working=working)
+    reader = gguf.GGUFReader(tmp_path / "chat.gguf")
+    assert reader.get_field("tokenizer.chat_template").contents() == PLAIN_TEMPLATE
+    eos = reader.get_field("tokenizer.ggml.eos_token_id").contents()
+    assert reader.get_field("tokenizer.ggml.tokens").contents(eos) == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("to", "dtype", "what", "changes", "words"),
+    [
+        ("a.gguf", "q4_k_m", "model", {}, "llama-quantize a.gguf SMALL.gguf Q4_K_M"),
+        ("a", "q8_0", "model", {}, "q8_0 is for a file whose name ends with .gguf"),
+        ("a.gguf", "float16", "model", {"windows": (0, 4)}, "differs from llama in windows"),
+    ],
+)
+def test_what_no_gguf_file_can_hold_is_refused(
+    to: str, dtype: str, what: str, changes: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    working, _ = saved_run(tmp_path, **changes)
+    with pytest.raises(PlaitError, match=words):
+        write_export("tiny", Path(to), dtype=dtype, screen=SilentScreen(), working=working)
+    assert not (tmp_path / to).exists() and not list(tmp_path.glob(".*.part"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -26,7 +25,6 @@ from plait.model.gpt import GPT
 from plait.model.init import initialize
 from plait.model.shape import ModelShape
 from plait.model.sizes import named_shape
-from plait.parallel.sharded_model import unsharded
 from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.derive.resources import on_paper
 from plait.planner.derive.training_job import compile_of
@@ -37,7 +35,7 @@ from plait.planner.resolve.request import request_of
 from plait.recipe.schema import RunConfig, SourceSection
 from plait.run_folder import run_folder
 from plait.tracking.trackers import tracking_tools_of
-from plait.trainer.assemble import pair_losses_of
+from plait.trainer.assemble import preference_loss_of
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.samples import sample_beginning
 from plait.trainer.worker import sample_every_steps
@@ -84,12 +82,6 @@ def first_weights(config: RunConfig) -> list[float]:
     return torch.cat([weight.detach().reshape(-1) for weight in model.parameters()]).tolist()
 
 
-def beta_of_pairs(config: RunConfig) -> float | None:
-    """How strongly a run's loss of pairs holds the model to what it was."""
-    losses = pair_losses_of(config, unsharded(GPT(SMALL)), 3, nullcontext, "off")
-    return None if losses is None else losses.beta
-
-
 @cache
 def tiny_corpus() -> Corpus:
     with TemporaryDirectory() as folder:
@@ -116,7 +108,7 @@ EFFECTS: dict[str, Callable[[RunConfig], object]] = {
     "the first weights": first_weights,
     "compiled layers": lambda config: compile_of(config, [ONE_H100]),
     "kernels of GPUs": gpu_kernels,
-    "the loss of pairs": beta_of_pairs,
+    "the loss of pairs": preference_loss_of,
     "the model's folder": lambda config: base_folder(config, CURRENT_FOLDER),
     "files and tools": lambda config: (files_of_rank_0(config), tracking_tools_of(config.report.to)),
     "when there are samples": lambda config: sample_every_steps(config.report.samples, 100),
@@ -139,7 +131,8 @@ ELSEWHERE = {
     "report.samples": "when there are samples",
     "report.prompt": "the beginning of samples",
     "model.from": "the model's folder",
-    "finetune.beta": "the loss of pairs",
+    **dict.fromkeys(("finetune.beta", "finetune.label_smoothing", "finetune.margin"), "the loss of pairs"),
+    "finetune.reference": "the loss of pairs",
     "run.devices": "the GPUs",
     "run.workers": "the GPUs",
     "train.compile": "compiled layers",

@@ -154,6 +154,7 @@ def test_one_worker_goes_on_with_what_two_began_and_makes_the_reference_anew_whe
         (None, "data.format=chat", 'learns from pairs and data.format = "chat" has none'),
         (None, "finetune.objective=sft", "data.files hold pairs of answers"),
         (None, "finetune.beta=0", "finetune.beta is not usable"),
+        (None, "finetune.margin=1", 'margin goes with objective = "simpo"'),
     ],
 )  # fmt: skip
 def test_what_cannot_be_learnt_is_one_sentence_before_a_worker_starts(

@@ -26,11 +26,13 @@ from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import load_model_from
 from plait.model.gpt import GPT
 from plait.parallel.sharded_model import unsharded
+from plait.trainer.preference.formulas import PreferenceLoss
 from plait.trainer.preference.pair_losses import PairLosses
 from plait.trainer.step import make_forward
 from tests.interop.random_models import SEQUENCE, VOCABULARY, random_config, random_model
 
 BETA, ROWS = 0.7, 9
+LOSS = PreferenceLoss(kind="dpo", beta=BETA, compared_with="base")
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 WAYS = ("one micro-batch", "a row at a time", "by hand")
 
@@ -82,11 +84,11 @@ def _through_plait(corpus: Corpus, micro: int, learning: BaseModel, reference: B
     micros = _micros(corpus, micro)
     model, first = (load_model_from(one, SEQUENCE, torch.device("cpu")).double() for one in (learning, reference))
     forward = make_forward(nullcontext)
-    recorder = PairLosses(unsharded(first), all_pairs(corpus), BETA, nullcontext)
+    recorder = PairLosses(unsharded(first), all_pairs(corpus), LOSS, nullcontext)
     with torch.no_grad(), recorder.record() as table:
         for one in micros:
             recorder.loss_of(forward(first, one, None), first, one)
-    pairs = PairLosses(unsharded(model), all_pairs(corpus), BETA, nullcontext)
+    pairs = PairLosses(unsharded(model), all_pairs(corpus), LOSS, nullcontext)
     pairs.set_reference(table)
     for weight in model.parameters():
         weight.requires_grad_(True)

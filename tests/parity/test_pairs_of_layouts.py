@@ -12,6 +12,7 @@ from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout
 from plait.model.shape import ModelShape
 from plait.recipe.load import parse_config
+from plait.recipe.schema import RunConfig
 from plait.workers import ForkedWorkers
 from tests.matrix import few_fast
 from tests.parity.cases import FAMILIES, adapted
@@ -110,8 +111,38 @@ def test_any_mix_learns_what_one_process_learns(name: str, workers: ForkedWorker
     check(*LONG[name], workers)
 
 
-def check(shape: ModelShape, layout: Layout, shares: tuple[int, ...], workers: ForkedWorkers) -> None:
-    config = FULL if shape.adapter is None else LORA
+OTHER_LOSSES: dict[str, dict[str, object]] = {
+    "orpo": {"objective": "orpo"},
+    "simpo": {"objective": "simpo", "label_smoothing": 0.1},
+    "dpo without a reference": {"objective": "dpo", "reference": "none", "label_smoothing": 0.1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*LAYOUTS, "pipeline × context × tensor"])
+@pytest.mark.parametrize("loss", OTHER_LOSSES)
+def test_other_losses_learn_what_one_process_learns(loss: str, layout: str, workers: ForkedWorkers) -> None:
+    shape = adapted("llama")
+    cut = LAYOUTS[layout] if layout in LAYOUTS else LONG[layout][1:]
+    config = parse_config(
+        {
+            "data": {"files": "none"},
+            "model": {"from": "none"},
+            "finetune": {"method": "lora", **OTHER_LOSSES[loss]},
+            "run": {"name": "pairs"},
+        }
+    )
+    check(shape, *cut, workers, config)
+
+
+def check(
+    shape: ModelShape,
+    layout: Layout,
+    shares: tuple[int, ...],
+    workers: ForkedWorkers,
+    config: RunConfig | None = None,
+) -> None:
+    config = config or (FULL if shape.adapter is None else LORA)
     verdict = check_gradients(config, shrunk_plan(config, shape, layout, shares), workers)
     assert verdict.ok, "\n".join(f"{one}: {one.error:.1e}" for one in verdict.worst)
     assert ("sums", "pairs") in {(one.kind, one.name) for one in verdict.findings}

@@ -1,4 +1,5 @@
-"""The loss of pairs: its value, margins and gradients are DPO's as TRL writes it, whatever a rank holds of a pair."""
+"""The losses of pairs: values, margins and gradients are those of the papers, as TRL writes them, whatever a rank holds
+of a pair."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from plait.data.samples.micro import Micro, MicroPairs
 from plait.parallel.sharded_model import LocalGradients, ShardedModel, WholeVocabulary
 from plait.trainer.loss import sum_of_losses
+from plait.trainer.preference.formulas import PreferenceLoss
 from plait.trainer.preference.pair_losses import PairLosses
 from plait.trainer.preference.token_losses import token_losses
 from plait.trainer.score_passes import IGNORED, FusedPasses, InPlacePasses, ScorePasses
@@ -22,7 +24,18 @@ from plait.trainer.score_passes import IGNORED, FusedPasses, InPlacePasses, Scor
 TOKENS, WIDTH, VOCABULARY = 700, 8, 8192
 """More scores than are held at a time, in pieces that do not come out even."""
 PASSES: dict[str, ScorePasses] = {"in place": InPlacePasses(), "fused": FusedPasses(lambda function: function)}
-BETA = 0.3
+BETA, GAMMA, SMOOTHING = 0.3, 0.2, 0.1
+DPO = PreferenceLoss(kind="dpo", beta=BETA, compared_with="base")
+LOSSES = {
+    "DPO": DPO,
+    "conservative DPO": replace(DPO, label_smoothing=SMOOTHING),
+    "DPO without a reference": replace(DPO, compared_with="none"),
+    "SimPO": PreferenceLoss(kind="simpo", beta=BETA, margin=GAMMA, compared_with="none"),
+    "SimPO, smoothed": PreferenceLoss(
+        kind="simpo", beta=BETA, margin=GAMMA, label_smoothing=SMOOTHING, compared_with="none"
+    ),
+    "ORPO": PreferenceLoss(kind="orpo", beta=BETA, compared_with="none"),
+}
 
 
 def made(dtype: torch.dtype = torch.float64, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,11 +90,11 @@ def micro_of(targets_n: Tensor, sequence_n: Tensor, numbers: list[int], reported
     return Micro(inputs=torch.zeros_like(targets), targets=targets, positions=None, lengths=None, pairs=pairs)
 
 
-def losses_of(pairs: int, head: Tensor, **changes: Any) -> tuple[PairLosses, Any]:
+def losses_of(pairs: int, head: Tensor, loss: PreferenceLoss = DPO, **changes: Any) -> tuple[PairLosses, Any]:
     """The loss of a model that is nothing but a head."""
     chunk = SimpleNamespace(head_weight=lambda: head, parameters=lambda: iter([head]))
     sharded = ShardedModel(chunks=cast(Any, (chunk,)), gradients=LocalGradients([]))
-    return PairLosses(replace(sharded, **changes), pairs, BETA, nullcontext), chunk
+    return PairLosses(replace(sharded, **changes), pairs, loss, nullcontext), chunk
 
 
 def case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -97,25 +110,42 @@ def case() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 NUMBERS = [4, 0, 6]
 
 
-def by_trl(hidden: Tensor, head: Tensor, targets: Tensor, sequence: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """DPOTrainer's sigmoid loss without label smoothing: summed log-probabilities of completions, log-ratios, and
-    -logsigmoid of beta times their difference. And that difference times beta."""
+def by_trl(
+    name: str, hidden: Tensor, head: Tensor, targets: Tensor, sequence: Tensor, reference: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The losses and margins of rewards of TRL's trainers (DPOTrainer, CPOTrainer with loss_type "simpo", ORPOTrainer),
+    from summed log-probabilities of completions, or means where those are averaged. ORPO's likelihood is the paper's:
+    the mean of each preferred answer, where TRL's is the mean over a whole batch and the prompts."""
     logps = -F.cross_entropy(hidden @ head.T, targets, ignore_index=IGNORED, reduction="none")
-    sums = torch.stack([logps[sequence == s].sum() for s in range(6)])
-    chosen, rejected = sums[0::2], sums[1::2]
-    ref_chosen, ref_rejected = reference[NUMBERS].unbind(dim=1)
-    logits = (chosen - rejected) - (ref_chosen - ref_rejected)
-    smoothing = 0.0
-    losses = -F.logsigmoid(BETA * logits) * (1 - smoothing) - F.logsigmoid(-BETA * logits) * smoothing
-    return losses, BETA * logits
+    answers = [logps[(sequence == s) & (targets != IGNORED)] for s in range(6)]
+    if "DPO" in name:
+        sums = torch.stack([one.sum() for one in answers])
+        chosen, rejected = sums[0::2], sums[1::2]
+        ref_chosen, ref_rejected = reference[NUMBERS].unbind(dim=1)
+        ref_logratios = torch.zeros(3) if "without" in name else ref_chosen - ref_rejected
+        logits = (chosen - rejected) - ref_logratios
+        smoothing = SMOOTHING if "conservative" in name else 0.0
+        losses = -F.logsigmoid(BETA * logits) * (1 - smoothing) - F.logsigmoid(-BETA * logits) * smoothing
+        return losses, BETA * logits
+    means = torch.stack([one.mean() for one in answers])
+    chosen, rejected = means[0::2], means[1::2]
+    margins = BETA * chosen - BETA * rejected
+    if "SimPO" in name:
+        logits = chosen - rejected - GAMMA / BETA
+        smoothing = SMOOTHING if "smoothed" in name else 0.0
+        return -F.logsigmoid(BETA * logits) * (1 - smoothing) - F.logsigmoid(-BETA * logits) * smoothing, margins
+    odds = (chosen - rejected) - (torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected)))
+    return -chosen - BETA * F.logsigmoid(odds), margins
 
 
-def test_value_gradients_margins_and_accuracy_are_trls() -> None:
+@pytest.mark.parametrize("name", LOSSES)
+def test_value_gradients_margins_and_accuracy_are_trls(name: str) -> None:
     hidden, head, targets, sequence, reference = case()
-    exact, margins = by_trl(hidden, head, targets, sequence, reference)
+    exact, margins = by_trl(name, hidden, head, targets, sequence, reference)
     wanted = torch.autograd.grad(exact.sum(), (hidden, head))
-    objective, chunk = losses_of(7, head)
-    objective.set_reference(reference)
+    objective, chunk = losses_of(7, head, LOSSES[name])
+    if LOSSES[name].compared_with == "base":
+        objective.set_reference(reference)
     objective.begin()
     loss = objective.loss_of(hidden, chunk, micro_of(targets, sequence, NUMBERS, 3))
     found = torch.autograd.grad(loss, (hidden, head))
@@ -124,27 +154,34 @@ def test_value_gradients_margins_and_accuracy_are_trls() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * float(other.abs().max()))
     margin, right, tokens = objective.take(like=loss).tolist()
     assert margin == pytest.approx(float(margins.detach().sum()), rel=1e-12)
-    assert right == int((margins > 0).sum()) and 0 < right < 3 and tokens == int((targets != IGNORED).sum())
+    assert right == int((margins > 0).sum()) > 0 and tokens == int((targets != IGNORED).sum())
     objective.begin()
     assert objective.take(like=loss).tolist() == [0.0, 0.0, 0.0]
 
 
-def test_parts_of_a_sequence_are_added_up_before_the_sigmoid() -> None:
+def test_an_answer_that_is_sure_has_finite_odds() -> None:
+    """In float32 a mean log-probability is 0 where the model is sure."""
+    sums = torch.tensor([[0.0, -3.0], [-3.0, 0.0], [0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    losses, _ = LOSSES["ORPO"].of(sums, torch.tensor([[1.0, 2.0], [2.0, 1.0], [0.0, 0.0]]).double())
+    losses.sum().backward()
+    assert torch.isfinite(losses).all() and sums.grad is not None and torch.isfinite(sums.grad).all()
+
+
+@pytest.mark.parametrize("name", ["DPO", "SimPO", "ORPO"])
+def test_parts_of_a_sequence_are_added_up_before_the_sigmoid(name: str) -> None:
     """Two ranks of a context, each with a part of every answer: one reports, and their gradients are the whole's."""
     hidden, head, targets, sequence, reference = case()
-    exact, margins = by_trl(hidden, head, targets, sequence, reference)
+    exact, margins = by_trl(name, hidden, head, targets, sequence, reference)
     wanted = torch.autograd.grad(exact.sum(), (hidden, head))
     parts = [torch.arange(TOKENS) % 3 == 0, torch.arange(TOKENS) % 3 != 0]
-    with torch.no_grad():
-        sums = []
-        for part in parts:
-            alone, chunk = losses_of(7, head)
-            with alone.record() as table:
-                alone.loss_of(hidden[part], chunk, micro_of(targets[part], sequence[part], NUMBERS, 3))
-            sums.append(table[NUMBERS].flatten())
+    sums = []
+    for part in parts:
+        alone, chunk = losses_of(7, head, over_sequence=lambda own: sums.append(own) or own)
+        alone.set_reference(reference)
+        alone.loss_of(hidden[part], chunk, micro_of(targets[part], sequence[part], NUMBERS, 3))
     total, found, taken = 0.0, [torch.zeros_like(one) for one in wanted], torch.zeros(3, dtype=torch.float64)
     for rank, part in enumerate(parts):
-        objective, chunk = losses_of(7, head, over_sequence=lambda own, rank=rank: own + sums[1 - rank])
+        objective, chunk = losses_of(7, head, LOSSES[name], over_sequence=lambda own, rank=rank: own + sums[1 - rank])
         objective.set_reference(reference)
         micro = micro_of(targets[part], sequence[part], NUMBERS, 3 if rank == 0 else 0)
         loss = objective.loss_of(hidden[part], chunk, micro)

@@ -31,7 +31,7 @@ def base_facts(config: RunConfig, working: WorkingFolder) -> BaseFacts | None:
         return None
     base = read_base_model(folder)
     refuse_pairs(config, base.shape)
-    told_apart = config.finetune.method in ADAPTER_METHODS or config.finetune.objective == "dpo"
+    told_apart = config.finetune.method in ADAPTER_METHODS or config.finetune.learns_pairs
     fingerprint = base_fingerprint(base) if told_apart else ""
     left_out = f"{counted(base.left_out, 'module')} of {folder.name} for tokens further ahead (multi-token prediction)"
     reasons = (f"left out: {left_out}; the model goes on without",) if base.left_out else ()

@@ -65,10 +65,10 @@ def prepared_corpus(config: RunConfig, working: WorkingFolder, screen: Screen) -
         corpus = replace(open_corpus(folder), left_out=left_out)
         show(0, 0, "comparing hashes")
         verify_at_start(corpus)
-    if corpus.layout == "pairs" and config.finetune.objective != "dpo":
+    if corpus.layout == "pairs" and not config.finetune.learns_pairs:
         raise PlaitError(
-            'data.files hold pairs of answers (chosen, rejected), which finetune.objective = "dpo" learns from; write '
-            "it in [finetune], or name other files"
+            'data.files hold pairs of answers (chosen, rejected), which finetune.objective = "dpo", "orpo" or "simpo" '
+            "learns from; write one of them in [finetune], or name other files"
         )
     for line in (*example_lines(corpus, config.data.bad_records), *_token_lines(corpus)):
         screen.print(line)
@@ -214,7 +214,7 @@ def data_request(config: RunConfig, base: Path | None = None) -> DataRequest:
         tokenizer=_usual_tokenizer(base) if tokenizer == "auto" else tokenizer,
         vocabulary=None if vocabulary == "auto" else vocabulary,
         holdout=config.data.holdout,
-        format="preference" if config.finetune.objective == "dpo" else config.data.format,
+        format="preference" if config.finetune.learns_pairs else config.data.format,
         template_folders=(base,) if base else (),
         chat_template=config.data.chat_template,
         bad_records=config.data.bad_records,

@@ -69,9 +69,10 @@ def check_new_layout(config: RunConfig, plan: Plan, workers: WorkerPool, screen:
     if plan.machines.have_accelerators:
         small = plan_for_device(small, plan.machines.device, "float32")
         small = replace(small, machines=replace(small.machines, gpus=plan.machines.gpus))
-    objective = [config.finetune.objective, config.finetune.beta] if config.finetune.objective == "dpo" else []
+    tuning = config.finetune
+    objective = [tuning.objective, tuning.beta, tuning.label_smoothing, tuning.reference, tuning.margin]
     what = [
-        *objective,
+        *(objective if tuning.learns_pairs else []),
         asdict(small.placement.layout),
         small.sequences_per_replica,
         asdict(small.job.shape),
@@ -131,7 +132,7 @@ def _write_inputs(folder: Path, config: RunConfig, plan: Plan) -> None:
     corpus = folder / "corpus"
     corpus.mkdir()
     layout = "whole" if config.data.format in ("chat", "prompt-completion") else "stream"
-    layout = "pairs" if config.finetune.objective == "dpo" else layout
+    layout = "pairs" if config.finetune.learns_pairs else layout
     sizes = {"vocabulary": plan.job.shape.vocabulary, "sequence": plan.job.sequence}
     write_synthetic(corpus, **sizes, seed=config.run.seed, layout=layout)
     write_plan(replace(plan, job=replace(plan.job, corpus=str(corpus))), folder / "plan.json")

@@ -94,7 +94,7 @@ def collect_tensors(assembly: Assembly, scope: ReferenceScope, routing: Path) ->
     where the file says, which is written where there is none."""
     record = RoutingRecord(assembly.loads.own, routing if routing.exists() else None)
     counts: list[Tensor] = []
-    if assembly.pairs is not None:
+    if assembly.pairs is not None and assembly.pairs.loss.compared_with == "base":
         assembly.pairs.set_reference(compute_reference(assembly))
     weights = ParameterGroup(parameters=[unit.parameter for unit in assembly.model.units], weight_decay=0.0)
     if assembly.scale is not None:

@@ -39,10 +39,10 @@ PEFT_NAMES: dict[str, tuple[AdapterTarget, ...]] = {
 
 def refuse_pairs(config: RunConfig, shape: ModelShape) -> None:
     """Raise PlaitError where a model cannot learn from pairs of answers."""
-    if config.finetune.objective == "dpo" and shape.mixture is not None:
+    if config.finetune.learns_pairs and shape.mixture is not None:
         raise PlaitError(
             "pairs of answers are not learned from by a mixture of experts: the losses that balance its experts are "
-            "means over tokens, and DPO's is one over pairs; choose a model without experts, or take "
+            "means over tokens, and that of pairs is one over pairs; choose a model without experts, or take "
             "finetune.objective out"
         )
 

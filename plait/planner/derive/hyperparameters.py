@@ -15,13 +15,17 @@ from plait.planner.derive.model_size import BaseFacts, CorpusFacts
 from plait.planner.derive.published_rules import (
     EXAMPLES_PER_STEP,
     FULL_LR,
+    FULL_LR_AFTER,
     LORA_LR_OVER_FULL,
+    MARGIN_OVER_BETA,
+    PAIRS_AFTER,
+    USUAL_BETA,
     examples_batch_tokens,
     finetuning_lr,
     finetuning_warmup_steps,
 )
 from plait.planner.plan import OptimizerKind, OptimizerPlan
-from plait.recipe.finetune import ADAPTER_METHODS, FinetuneMethod, FinetuneObjective
+from plait.recipe.finetune import ADAPTER_METHODS, FinetuneMethod, FinetuneObjective, FinetuneSection
 from plait.recipe.schema import OptimizerSection, RunConfig
 from plait.units import counted, format_count, power_of_ten, times_text
 
@@ -218,7 +222,7 @@ def finetuning_batch(
     mean = corpus.tokens_per_document
     tokens = examples_batch_tokens(method, min(mean, sequence))
     sequences = published_rules.divisible_batch(tokens / sequence)
-    usual = "as Llama 2 was tuned" if objective == "sft" else "Rafailov 2023"
+    usual = PAIRS_AFTER.get(objective, "as Llama 2 was tuned")
     source = usual if method == "full" else "LoRA bears large batches less well, Schulman 2025"
     what = "examples" if objective == "sft" else "pairs"
     reason = (
@@ -232,23 +236,46 @@ def finetuning_optimizer(method: FinetuneMethod, plan: OptimizerPlan, config: Ru
     """The optimizer's numbers with the usual learning rate and weight decay of fine-tuning where a recipe leaves them
     open."""
     objective, why = config.finetune.objective, list[str]()
-    if objective == "dpo":
-        why.append(
-            f"DPO with beta {config.finetune.beta:g}: answers are compared with what the model gave before; that takes "
-            "one forward pass over all pairs before the first step, and is kept beside the prepared data"
-        )
+    if objective != "sft":
+        why.append(_pairs_reason(config.finetune))
     requested, lr = config.optimizer, finetuning_lr(method, objective)
     if plan.kind != "sgd" and requested.lr == "auto":
-        whole = "that of Llama 2, tuned whole" if objective == "sft" else "DPO's for all weights (Rafailov 2023)"
-        among = "Schulman 2025, Dettmers 2023" if objective == "sft" else "Rafailov 2023, Schulman 2025"
+        whole = FULL_LR_AFTER[objective]
+        among = (
+            f"{PAIRS_AFTER[objective]}, Schulman 2025" if objective in PAIRS_AFTER else "Schulman 2025, Dettmers 2023"
+        )
         times = f"{LORA_LR_OVER_FULL} times that of full fine-tuning ({among})"
         why.append(f"peak learning rate {lr:g}: {whole if method == 'full' else times}")
         plan = replace(plan, lr=lr, adamw_lr=_adamw_lr_beside(requested, lr) if plan.kind == "muon" else None)
-    if requested.weight_decay == "auto" and (method in ADAPTER_METHODS or objective == "dpo"):
-        small, held = "adapters are small already (Dettmers 2023)", "the reference holds the weights (Lambert 2024)"
+    if requested.weight_decay == "auto" and (method in ADAPTER_METHODS or objective != "sft"):
+        small = "adapters are small already (Dettmers 2023)"
+        held = "the reference holds the weights (Lambert 2024)" if objective == "dpo" else "as for DPO (Lambert 2024)"
         why.append(f"no weight decay: {small if method in ADAPTER_METHODS else held}")
         plan = replace(plan, weight_decay=0.0)
     return Derived(value=plan, reasons=tuple(why))
+
+
+def _pairs_reason(tuning: FinetuneSection) -> str:
+    """What a run on pairs does with them."""
+    beta = USUAL_BETA[tuning.objective] if tuning.beta == "auto" else tuning.beta
+    smoothed = f", label smoothing {tuning.label_smoothing:g}" if tuning.label_smoothing else ""
+    if tuning.objective == "orpo":
+        return (
+            f"ORPO: the preferred answers are learned, and {beta:g} times the odds ratio of both answers; there is no "
+            "reference (Hong 2024)"
+        )
+    if tuning.objective == "simpo":
+        margin = beta * MARGIN_OVER_BETA if tuning.margin == "auto" else tuning.margin
+        return (
+            f"SimPO with beta {beta:g}, margin {margin:g}{smoothed}: means over an answer's tokens are compared; there "
+            "is no reference (Meng 2024)"
+        )
+    if tuning.reference == "none":
+        return f"DPO with beta {beta:g}{smoothed} and no reference: nothing holds the model to what it was"
+    return (
+        f"DPO with beta {beta:g}{smoothed}: answers are compared with what the model gave before; that takes one "
+        "forward pass over all pairs before the first step, and is kept beside the prepared data"
+    )
 
 
 def finetuning_warmup(config: RunConfig, steps: int) -> Derived[int]:

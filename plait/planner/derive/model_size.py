@@ -229,7 +229,7 @@ def _size_of_base(
         )
     shape = replace(shape, sequence=sequence)
     if config.finetune.method in ADAPTER_METHODS:
-        learned = corpus.documents if config.finetune.objective == "dpo" else corpus.train_tokens
+        learned = corpus.documents if config.finetune.learns_pairs else corpus.train_tokens
         adapter = adapter_for(config.finetune, shape, learned)
         shape, why = replace(shape, adapter=adapter.value), [*why, *adapter.reasons]
     return Derived(value=_run_size(config, corpus, shape, budget, rate), reasons=tuple(why))

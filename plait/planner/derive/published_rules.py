@@ -15,7 +15,9 @@ Learns Less and Forgets Less", 2405.09673: all linear layers, ranks from 16 to 2
 Dettmers et al. 2023 (QLoRA, 2305.14314: 2e-4 and no weight decay for LoRA), Kalajdzievski 2023 (rsLoRA, 2312.03732:
 alpha over the rank's root). Of pairs of answers: Rafailov et al. 2023 (DPO, 2305.18290, appendix B: a rate of 1e-6 for
 all weights, beta 0.1, 64 pairs a step, a warm-up of 150 steps), Lambert et al. 2024 (Tulu 3, 2411.15124: one epoch, a
-tenth of the run as warm-up, no weight decay). None of them asks how many devices there are.
+tenth of the run as warm-up, no weight decay), Hong et al. 2024 (ORPO, 2403.07691: 8e-6 for all weights, lambda 0.1),
+Meng et al. 2024 (SimPO, 2405.14734: 3e-7 to 1e-6 for all weights, beta 2, gamma half of it, one epoch). None of them
+asks how many devices there are.
 """
 
 from __future__ import annotations
@@ -165,14 +167,26 @@ def usual_sequence_length(parameters: float) -> int:
     return 4096
 
 
-FULL_LR: dict[FinetuneObjective, float] = {"sft": 2e-5, "dpo": 1e-6}
+FULL_LR: dict[FinetuneObjective, float] = {"sft": 2e-5, "dpo": 1e-6, "orpo": 8e-6, "simpo": 5e-7}
+FULL_LR_AFTER: dict[FinetuneObjective, str] = {
+    "sft": "that of Llama 2, tuned whole",
+    "dpo": "DPO's for all weights (Rafailov 2023)",
+    "orpo": "ORPO's for all weights (Hong 2024)",
+    "simpo": "SimPO's for all weights, of which a larger one breaks answers (Meng 2024)",
+}
+PAIRS_AFTER: dict[FinetuneObjective, str] = {"dpo": "Rafailov 2023", "orpo": "Hong 2024", "simpo": "Meng 2024"}
+USUAL_BETA: dict[FinetuneObjective, float] = {"dpo": 0.1, "orpo": 0.1, "simpo": 2.0}
+MARGIN_OVER_BETA = 0.5
+"""SimPO's gamma over its beta."""
 LORA_LR_OVER_FULL = 10
-EPOCHS: dict[FinetuneObjective, int] = {"sft": 3, "dpo": 1}
-EPOCHS_AFTER: dict[FinetuneObjective, str] = {"sft": "Taori 2023", "dpo": "Lambert 2024"}
+EPOCHS: dict[FinetuneObjective, int] = {"sft": 3, "dpo": 1, "orpo": 1, "simpo": 1}
+EPOCHS_AFTER: dict[FinetuneObjective, str] = {
+    "sft": "Taori 2023", "dpo": "Lambert 2024", "orpo": "as for DPO, Lambert 2024", "simpo": "Meng 2024",
+}  # fmt: skip
 EXAMPLES_PER_STEP: dict[FinetuneMethod, int] = {"full": 64, "lora": 32, "qlora": 32}
 LEAST_RANK, LARGEST_RANK = 16, 256
 BITS_PER_WEIGHT, BITS_PER_TOKEN = 2, 1
-WARMUP_SHARE: dict[FinetuneObjective, float] = {"sft": 0.03, "dpo": 0.1}
+WARMUP_SHARE: dict[FinetuneObjective, float] = {"sft": 0.03, "dpo": 0.1, "orpo": 0.1, "simpo": 0.1}
 PAIRS_LONGEST_WARMUP = 150
 USUAL_ALPHA: dict[AdapterVariant, float] = {"lora": 32.0, "rslora": 8.0}
 """Alpha by variant; that of "rslora" gives the factor 2 of "lora" at rank 16."""
@@ -186,7 +200,7 @@ def finetuning_lr(method: FinetuneMethod, objective: FinetuneObjective = "sft") 
 def finetuning_warmup_steps(steps: int, objective: FinetuneObjective = "sft") -> int:
     """3 % of the run, 10 steps or more, at most half of it; for pairs a tenth, and never more than 150 steps."""
     warmup = min(steps // 2, max(10, round(WARMUP_SHARE[objective] * steps)))
-    return min(warmup, PAIRS_LONGEST_WARMUP) if objective == "dpo" else warmup
+    return min(warmup, PAIRS_LONGEST_WARMUP) if objective != "sft" else warmup
 
 
 def examples_batch_tokens(method: FinetuneMethod, tokens_per_example: float) -> float:

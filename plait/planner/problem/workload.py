@@ -95,7 +95,7 @@ class Workload:
     predict_ahead: int = 0
     """Depths of prediction ahead behind the last layer: a projection, a layer and the output matrix each."""
     logit_passes: int = 1
-    """How often logits are computed: twice where pairs (DPO) train the head, as what a token weighs comes last."""
+    """How often logits are computed: twice where pairs of answers train the head, as what a token weighs comes last."""
 
     @property
     def layer_moments(self) -> int:

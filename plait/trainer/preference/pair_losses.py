@@ -1,9 +1,8 @@
-"""The loss of pairs of answers on one rank: DPO (Rafailov et al. 2023, 2305.18290, equation 7).
+"""The loss of pairs of answers on one rank, by one of the formulas in formulas.py.
 
-Of a pair with log-probabilities c and r of the chosen and the rejected answer, c₀ and r₀ by the reference, the margin
-of rewards is m = beta · ((c − c₀) − (r − r₀)) and the loss −log sigmoid(m). Log-probabilities are sums over an answer's
-tokens, not means. See Note [loss is a sum] in trainer/loss.py: here too ranks and micro-batches only ever add, and what
-the sum is divided by is the global number of pairs.
+See Note [loss is a sum] in trainer/loss.py: here too ranks and micro-batches only ever add, and what the sum is divided
+by is the global number of pairs. The log-probabilities and the tokens of an answer are summed over the ranks of a
+context before they enter the formula.
 
 Legend: n tokens of the micro-batch on this rank, p its pairs.
 """
@@ -15,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait.data.loader import Micro
@@ -24,28 +22,28 @@ from plait.model.gpt import GPT
 from plait.parallel.sharded_model import LossOf, ShardedModel
 from plait.trainer.loss import IN_PLACE
 from plait.trainer.loss_scale import DeviceLossScale
+from plait.trainer.preference.formulas import PreferenceLoss
 from plait.trainer.preference.token_losses import token_losses
-from plait.trainer.score_passes import ScorePasses
+from plait.trainer.score_passes import IGNORED, ScorePasses
 
 _Micros = TypeVar("_Micros")
 _Autocast = Callable[[], AbstractContextManager[object]]
-CHOSEN, REJECTED = 0, 1
-"""Columns of a table of pairs."""
 
 
 class PairLosses:
-    """A rank's loss of pairs. It needs the reference first: `set_reference`, or what `record` gives."""
+    """A rank's loss of pairs. Where it compares with the base it needs that first: `set_reference`, or what `record`
+    gives."""
 
     def __init__(
         self,
         sharded: ShardedModel,
         pairs: int,
-        beta: float,
+        loss: PreferenceLoss,
         autocast: _Autocast,
         passes: ScorePasses = IN_PLACE,
         scale: DeviceLossScale | None = None,
     ) -> None:
-        self._sharded, self.beta, self._autocast, self._passes = sharded, beta, autocast, passes
+        self._sharded, self.loss, self._autocast, self._passes = sharded, loss, autocast, passes
         self._scale = scale
         self.pairs = pairs
         """Of the whole corpus, held-out ones included."""
@@ -70,7 +68,7 @@ class PairLosses:
     def loss_of(self, hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
         """A LossOf: the sum of a micro-batch's losses, zero on the ranks of a context that do not report it, and its
         gradient."""
-        sums_p2 = self._log_probabilities(hidden_nd, chunk, micro)
+        sums_p2, tokens_p2 = self._log_probabilities(hidden_nd, chunk, micro)
         assert micro.pairs is not None
         there_p = micro.pairs.numbers != NO_PAIR
         numbers_p = micro.pairs.numbers.clamp(min=0)
@@ -78,11 +76,12 @@ class PairLosses:
             if micro.pairs.reported and self._sharded.reports:
                 self._recorded.index_add_(0, numbers_p, sums_p2 * there_p[:, None])
             return sums_p2.sum() * 0.0
-        assert self._reference is not None, "log-probabilities by the reference come first"
-        rewards_p2 = self.beta * (sums_p2 - self._reference[numbers_p])
-        margins_p = (rewards_p2[:, CHOSEN] - rewards_p2[:, REJECTED]) * there_p
-        loss = -(F.logsigmoid(margins_p) * there_p).sum()
-        self._add(margins_p.detach(), micro)
+        if self.loss.compared_with == "base":
+            assert self._reference is not None, "log-probabilities by the reference come first"
+            sums_p2 = sums_p2 - self._reference[numbers_p]
+        losses_p, margins_p = self.loss.of(sums_p2, tokens_p2)
+        loss = (losses_p * there_p).sum()
+        self._add(margins_p.detach() * there_p, micro)
         return loss if micro.pairs.reported else loss - loss.detach()
 
     def beside(self, plain: LossOf) -> LossOf:
@@ -109,9 +108,9 @@ class PairLosses:
         yield self._recorded
         self._recorded = None
 
-    def _log_probabilities(self, hidden_nd: Tensor, chunk: GPT, micro: Micro) -> Tensor:
-        """Of both answers of each pair, [p, 2] in float64: the same on all ranks that see these pairs. Its gradient is
-        that of this rank's own tokens."""
+    def _log_probabilities(self, hidden_nd: Tensor, chunk: GPT, micro: Micro) -> tuple[Tensor, Tensor]:
+        """The log-probabilities of both answers of each pair and their numbers of tokens, [p, 2] each in float64: the
+        same on all ranks that see these pairs. The gradient is that of this rank's own tokens."""
         assert micro.pairs is not None
         vocabulary = self._sharded.vocabulary
         with self._autocast():
@@ -126,11 +125,14 @@ class PairLosses:
             )
         sequences = torch.arange(2 * len(micro.pairs.numbers), device=losses_n.device)
         # Added up in a fixed order, unlike index_add on a GPU.
-        own_sn = torch.where(micro.pairs.sequence.flatten() == sequences[:, None], -losses_n.double(), 0.0)
+        holds_sn = micro.pairs.sequence.flatten() == sequences[:, None]
+        own_sn = torch.where(holds_sn, -losses_n.double(), 0.0)
         own_s = own_sn.sum(dim=1)
+        tokens_s = (holds_sn & (micro.targets.flatten() != IGNORED)).sum(dim=1).double()
         if own_s.numel():
-            own_s = self._sharded.over_sequence(own_s.detach()) + (own_s - own_s.detach())
-        return own_s.view(-1, 2)
+            sums_s, tokens_s = self._sharded.over_sequence(torch.cat([own_s.detach(), tokens_s])).chunk(2)
+            own_s = sums_s + (own_s - own_s.detach())
+        return own_s.view(-1, 2), tokens_s.view(-1, 2)
 
     def _add(self, margins_p: Tensor, micro: Micro) -> None:
         assert micro.pairs is not None
