@@ -157,11 +157,15 @@ class Float64GateV2(nn.Module):
         return logits, gates * one.routed_scaling_factor, chosen
 
 
-class ComplexRotary(Float64Rotary):
+class ComplexRotary(nn.Module):
     """Rotations as DeepSeek-V2's class has them."""
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor:
-        frequencies, scale = self.tables[layer_type]
+    def __init__(self, config: Any, theirs: Any) -> None:
+        super().__init__()
+        self.table = Float64Rotary(config, theirs).tables[None]
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        frequencies, scale = self.table
         angles = position_ids[..., None].double() * frequencies
         return torch.polar(torch.full_like(angles, scale), angles)
 
