@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,17 @@ from plait.interop.config_in import family_of, is_around_text, shape_of_config
 from plait.interop.families import MODEL_FAMILIES, Family
 from plait.interop.links import inside
 from plait.interop.stored_names import StoredName, fused_name, outputs_in, stored_name
-from plait.interop.tensor_files import INDEX, StoredTensor, list_tensors, same_numbers
+from plait.interop.tensor_files import (
+    INDEX,
+    ITEM_SIZES,
+    PACKED,
+    PACKED_GROUP,
+    PACKED_SCALES,
+    StoredTensor,
+    list_tensors,
+    same_numbers,
+)
+from plait.model.names import expert_of
 from plait.model.shape import ModelShape
 from plait.model.weights import stored_sizes
 from plait.regular_file import SMALL_FILE_BYTES, read_regular_file
@@ -32,6 +43,8 @@ class WeightPlace:
     name: StoredName
     first: int = 0
     """The first of its outputs in the tensor."""
+    scales: StoredTensor | None = None
+    """Where numbers are packed (mxfp4.py), their scales; `stored` are their bytes. None: they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +74,13 @@ class BaseModel:
 
 def needed_files(base: BaseModel) -> tuple[str, ...]:
     """The names of the files in the model's folder that its shape and weights are read from, config.json last."""
-    weights = sorted({place.stored.file.name for place in base.places.values()})
+    weights = sorted({one.file.name for place in base.places.values() for one in _tensors_of(place)})
     index = [INDEX] if (base.folder / INDEX).exists() else []
     return (*weights, *index, CONFIG)
+
+
+def _tensors_of(place: WeightPlace) -> list[StoredTensor]:
+    return [place.stored, *([] if place.scales is None else [place.scales])]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -147,19 +164,26 @@ def _places(
         own = stored.name if prefix else stored.name.removeprefix(family.prefix)
         if name == "embed.tokens.weight" and shape.tied and own not in tensors and head in tensors:
             own = head  # one table under the head's name alone
-        if own not in tensors:
-            raise PlaitError(
-                f"{folder} lacks the weight {own}; bring all files of the model, and the config.json of it"
-            )
-        places[name] = WeightPlace(stored=tensors[own], name=stored, first=first)
-        if tensors[own].shape != (wanted := stored_shape(stored, outputs, sizes)):
-            raise PlaitError(
-                f"{own} in {folder} has the shape {list(tensors[own].shape)}, and config.json asks for {list(wanted)}; "
-                "bring the config.json of these weights"
-            )
+        is_packed = family.packed and own not in tensors and own + PACKED in tensors
+        if is_packed:
+            stored = replace(stored, order="out in")
+        for end in (PACKED, PACKED_SCALES) if is_packed else ("",):
+            if own + end not in tensors:
+                raise PlaitError(
+                    f"{folder} lacks the weight {own}{end}; bring all files of the model, and the config.json of it"
+                )
+        wanted = stored_shape(stored, outputs, sizes)
+        if stored.by_expert == "first dim":
+            wanted = (shape.size_of("experts"), *wanted)
+        found = [
+            _expert_part(folder, tensors[own + end], size, name if stored.by_expert == "first dim" else "")
+            for end, size in (_packed_shapes(own, wanted) if is_packed else [("", wanted)])
+        ]
+        scales = found[1] if is_packed else None
+        places[name] = WeightPlace(stored=found[0], name=stored, first=first, scales=scales)
     if shape.tied and head in tensors:
         _refuse_another_head(folder, tensors[head], places["embed.tokens.weight"].stored)
-    used = {place.stored.name for place in places.values()}
+    used = {one.name for place in places.values() for one in _tensors_of(place)}
     for name in tensors:
         tied = shape.tied and name == head
         empty = 0 in tensors[name].shape  # as of no shared experts
@@ -169,6 +193,34 @@ def _places(
                 "weights, or take that weight out"
             )
     return places
+
+
+def _packed_shapes(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """The two tensors that hold a weight of this shape packed, by the ends of their names."""
+    *rows, columns = shape
+    if columns % PACKED_GROUP:
+        raise PlaitError(
+            f"{name} lies there in groups of {PACKED_GROUP} numbers, and config.json asks for rows of {columns}; "
+            "bring the config.json of these weights"
+        )
+    groups = (*rows, columns // PACKED_GROUP)
+    return [(PACKED, (*groups, PACKED_GROUP // 2)), (PACKED_SCALES, groups)]  # two numbers in a byte
+
+
+def _expert_part(folder: Path, stored: StoredTensor, wanted: tuple[int, ...], of_expert: str) -> StoredTensor:
+    """A tensor of this shape, or of one with a first dim of experts the part of the expert that a weight is of, as a
+    matrix or a vector. Raises PlaitError for another shape."""
+    if stored.shape != wanted:
+        raise PlaitError(
+            f"{stored.name} in {folder} has the shape {list(stored.shape)}, and config.json asks for {list(wanted)}; "
+            "bring the config.json of these weights"
+        )
+    expert = expert_of(of_expert) if of_expert else None
+    if expert is None:
+        return stored
+    own = wanted[1:]
+    begin = stored.begin + expert * prod(own) * ITEM_SIZES[stored.dtype]
+    return replace(stored, shape=own if len(own) < 2 else (own[0], prod(own[1:])), begin=begin)
 
 
 def _refuse_another_head(folder: Path, head: StoredTensor, embedding: StoredTensor) -> None:

@@ -70,12 +70,16 @@ def _nearest_family(values: ConfigValues) -> str:
     if "is_encoder_decoder" in keys or not decodes or not heads:
         return ""
     if "kv_lora_rank" in keys:
-        return "deepseek_v3"
+        return "deepseek_v2" if values.get("scoring_func") == "softmax" else "deepseek_v3"
+    if "swiglu_limit" in keys and "num_local_experts" in keys:
+        return "gpt_oss"
     if keys & {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}:
         return "mixtral" if "num_local_experts" in keys and "moe_intermediate_size" not in keys else "qwen3_moe"
     if "rms_norm_eps" not in keys:  # a LayerNorm
         return "gpt2"
-    if {"use_qk_norm", "qk_norm", "use_sliding_window", "max_window_layers"} & keys:
+    if {"query_pre_attn_scalar", "final_logit_softcapping"} & keys:
+        return "gemma3_text"
+    if {"use_qk_norm", "qk_norm", "use_sliding_window", "max_window_layers", "linear_num_value_heads"} & keys:
         return "qwen3"
     return "mistral" if "sliding_window" in keys else "llama"
 
@@ -87,8 +91,10 @@ def shape_of_config(config: ConfigValues) -> ModelShape:
     values = {**family.defaults, **_without_aliases(config, family.aliases)}
     require(values, "is_causal", (True,))
     require(values, "per_layer_config", (None, {}))
-    if values.get("quantization_config") is not None:
-        raise _of_quantized_weights(values["quantization_config"])
+    if (settings := values.get("quantization_config")) is not None:
+        method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+        if method not in family.packed:
+            raise _of_quantized_weights(settings)
     _refuse_unread(config, family)
     fields: dict[str, Any] = {}
     for part in family.parts:

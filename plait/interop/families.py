@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.interop.configs.latent_values import LATENT_AND_EXPERTS, LATENT_KINDS
+from plait.interop.configs.latent_values import LATENT_KINDS, V2_LATENT_AND_EXPERTS, V3_LATENT_AND_EXPERTS
 from plait.interop.configs.mixture_values import experts
 from plait.interop.configs.parts import (
     GPT2_PARTS,
     HEAD_WIDTH,
+    HEADS_DIVIDE_WIDTH,
     REST,
     ROOT_OF_WIDTH,
     SILU,
@@ -21,6 +22,7 @@ from plait.interop.configs.parts import (
     ConfigPart,
     activation,
     biases,
+    cap,
     fixed,
     number,
     only,
@@ -45,6 +47,7 @@ from plait.interop.stored_names import (
     GLM4_NAMES,
     GLM_NAMES,
     GPT2_NAMES,
+    GPT_OSS_NAMES,
     LLAMA_NAMES,
     MIXTRAL_NAMES,
     OLMO2_NAMES,
@@ -53,6 +56,7 @@ from plait.interop.stored_names import (
     QWEN_MOE_NAMES,
     StoredName,
 )
+from plait.model.shape import CLAMPED_AT, CLAMPED_SLOPE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,8 @@ class Family:
     fused: Mapping[str, StoredName] = field(default_factory=dict[str, StoredName])
     """Names in files with one tensor [experts, outputs, inputs] for all experts' matrices of a layer, for the weights
     that are stored differently there; parts are those of one expert."""
+    packed: tuple[str, ...] = ()
+    """The quant_methods of a quantization_config whose packed experts plait reads (mxfp4.py)."""
     ignored: tuple[str, ...] = ()
     """Suffixes of names that are not weights: tables and masks in older files."""
     ahead: str = ""
@@ -91,6 +97,7 @@ def _family(
     activation: ConfigPart = SILU,
     fused: Mapping[str, StoredName] | None = None,
     ahead: str = "",
+    packed: tuple[str, ...] = (),
     aliases: Mapping[str, str] | None = None,
     **defaults: Any,
 ) -> Family:
@@ -100,6 +107,7 @@ def _family(
         prefix="model.",
         names=names,
         fused=fused or {},
+        packed=packed,
         ignored=(".rotary_emb.inv_freq",),
         ahead=ahead,
         defaults=defaults,
@@ -124,6 +132,14 @@ _GLM: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 128,
     "attention_bias": True,
+}
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
 }
 _GEMMA_NORMS = fixed(norm_weight="one plus")
 _HEAD_NORMS, _WIDE_NORMS = fixed(qk_norm=True), fixed(qk_norm=True, qk_norm_width="all heads")
@@ -238,13 +254,41 @@ MODEL_FAMILIES: dict[str, Family] = {
         decoder_sparse_step=1,
         mlp_only_layers=None,
     ),
+    "gpt_oss": _family(
+        "GptOssForCausalLM",
+        GPT_OSS_NAMES,
+        experts("num_local_experts", width="intermediate_size", biased=True),
+        fixed(attention_sinks=True),
+        _BIASED,
+        window_by_kind(lambda layer: layer % 2 == 0),
+        rotary(RopeRules(theta=150_000.0, table=_GPT_OSS_ROPE)),
+        only("swiglu_alpha", CLAMPED_SLOPE),
+        only("swiglu_limit", CLAMPED_AT, round(CLAMPED_AT)),
+        activation=activation("hidden_act", "clamped swiglu", "silu"),
+        packed=("mxfp4",),
+        aliases={"num_experts": "num_local_experts"},
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        attention_bias=True,
+        sliding_window=128,
+        hidden_act="silu",
+    ),
     "deepseek_v3": _family(
         "DeepseekV3ForCausalLM",
         DEEPSEEK_NAMES,
         _NO_BIASES,
         NO_WINDOWS,
         rotary(RopeRules(kinds=LATENT_KINDS)),
-        LATENT_AND_EXPERTS,
+        V3_LATENT_AND_EXPERTS,
         head=fixed(),
         fused=FUSED_EXPERTS,
         ahead=_LAYERS,
@@ -259,6 +303,59 @@ MODEL_FAMILIES: dict[str, Family] = {
         norm_topk_prob=True,
         routed_scaling_factor=2.5,
         q_lora_rank=1536,
+    ),
+    "deepseek_v2": _family(
+        "DeepseekV2ForCausalLM",
+        DEEPSEEK_NAMES,
+        _NO_BIASES,
+        NO_WINDOWS,
+        rotary(RopeRules(kinds=LATENT_KINDS)),
+        V2_LATENT_AND_EXPERTS,
+        HEADS_DIVIDE_WIDTH,
+        head=fixed(),
+        fused=FUSED_EXPERTS,
+        aliases={"num_experts": "n_routed_experts"},
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-6,
+        first_k_dense_replace=0,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        routed_scaling_factor=1.0,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        moe_intermediate_size=1407,
+    ),
+    "gemma2": _family(
+        "Gemma2ForCausalLM",
+        GEMMA3_NAMES,
+        _GEMMA_NORMS,
+        fixed(norm_places="both"),
+        ROOT_OF_WIDTH,
+        query_scalar(),
+        _BIASED,
+        window_by_kind(lambda layer: layer % 2 == 0),
+        rotary(RopeRules()),
+        cap("attn_logit_softcapping", "attention_cap"),
+        cap("final_logit_softcapping", "logit_cap"),
+        HEADS_DIVIDE_WIDTH,
+        only("use_bidirectional_attention", None, False),
+        activation=activation("hidden_activation", "geglu", "gelu_pytorch_tanh"),
+        **_GEMMA,
+        max_position_embeddings=8192,
+        vocab_size=256_000,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        query_pre_attn_scalar=256,
+        sliding_window=4096,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        hidden_activation="gelu_pytorch_tanh",
     ),
     "gemma3_text": _family(
         "Gemma3ForCausalLM",

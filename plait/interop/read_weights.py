@@ -23,6 +23,7 @@ from torch import Tensor
 from plait.checkpoint.transfer import DTYPES
 from plait.errors import PlaitError
 from plait.interop.base_model import BaseModel, WeightPlace
+from plait.interop.mxfp4 import unpacked
 from plait.interop.tensor_files import ITEM_SIZES, StoredTensor
 from plait.model.gpt import GPT, reset_biases
 from plait.model.names import dims_of
@@ -81,7 +82,10 @@ def file_tensors(model: GPT) -> Iterator[tuple[str, Tensor]]:
 
 def _fill_box(place: WeightPlace, box: Box, tensor: Tensor, open_file: _Opener) -> None:
     for block, target in _blocks(place, box, tensor):
-        numbers = _read(open_file(place.stored.file), place.stored, block)
+        if place.scales is None:
+            numbers = _read(open_file(place.stored.file), place.stored, block)
+        else:
+            numbers = _read_packed(place.stored, place.scales, block, open_file)
         numbers = numbers.to(target.dtype) if numbers.dtype == torch.float64 else numbers
         _refuse_not_finite(numbers, place.stored)
         target.copy_(numbers)
@@ -113,20 +117,21 @@ def _blocks(place: WeightPlace, box: Box, tensor: Tensor) -> Iterator[tuple[_Blo
     """The box as blocks of the stored tensor, each with the view of `tensor` that its numbers belong in. A vector is
     read as a matrix of one row."""
     is_matrix = len(box.shape) == 2
-    first, extent = list(box.offset), list(box.extent)
-    first[0] += place.first
+    first, extent, every = list(box.offset), list(box.extent), [place.name.every, 1]
+    first[0] = place.first + every[0] * first[0]
     own = tensor
     if not is_matrix:
-        first, extent, own = [0, *first], [1, *extent], tensor.unsqueeze(0)
+        first, extent, every, own = [0, *first], [1, *extent], [1, *every], tensor.unsqueeze(0)
     elif place.name.order == "in out":
-        first, extent, own = first[::-1], extent[::-1], tensor.t()
+        first, extent, every, own = first[::-1], extent[::-1], every[::-1], tensor.t()
     if not extent[1]:
         return
-    at_once = max(1, READ_BYTES // (place.stored.shape[-1] * ITEM_SIZES[place.stored.dtype]))
+    columns = slice(first[1], first[1] + every[1] * (extent[1] - 1) + 1, every[1])
+    at_once = max(1, READ_BYTES // (every[0] * place.stored.shape[-1] * ITEM_SIZES[place.stored.dtype]))
     for begin in range(0, extent[0], at_once):
         end = min(begin + at_once, extent[0])
-        block = slice(first[0] + begin, first[0] + end), slice(first[1], first[1] + extent[1])
-        yield block, own[begin:end]
+        rows = slice(first[0] + every[0] * begin, first[0] + every[0] * (end - 1) + 1, every[0])
+        yield (rows, columns), own[begin:end]
 
 
 def _read(file: int, stored: StoredTensor, block: _Block) -> Tensor:
@@ -144,7 +149,19 @@ def _read(file: int, stored: StoredTensor, block: _Block) -> Tensor:
         for row in range(n_rows):
             begin = (rows.start + row) * row_bytes + columns.start * size
             _fill(file, stored, found[row].data, begin)
-    return torch.from_numpy(found).view(DTYPES[stored.dtype])
+    return torch.from_numpy(found).view(DTYPES[stored.dtype])[:: rows.step, :: columns.step]
+
+
+def _read_packed(codes: StoredTensor, scales: StoredTensor, block: _Block, open_file: _Opener) -> Tensor:
+    """The numbers of a block of a matrix whose numbers are packed."""
+    rows, columns = block
+    parts = []
+    for one in (codes, scales):
+        width = one.shape[-1]
+        found = np.empty((rows.stop - rows.start, width), dtype=np.uint8)
+        _fill(open_file(one.file), one, found.reshape(-1).data, rows.start * width)
+        parts.append(torch.from_numpy(found[:: rows.step]))
+    return unpacked(*parts)[:, columns]
 
 
 def _fill(file: int, stored: StoredTensor, into: memoryview, begin: int) -> None:

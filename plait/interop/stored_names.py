@@ -22,6 +22,11 @@ class StoredName:
     stack: tuple[str, ...] = ()
     """Patterns of the weights that lie in the tensor one after the other along the dim of outputs, where these may have
     unlike numbers of outputs (Phi 3's queries, keys and values)."""
+    every: int = 1
+    """How far apart the outputs of a part lie, from number `part` on: gpt-oss's gates and what they multiply take
+    turns."""
+    by_expert: Literal["no", "first dim"] = "no"
+    """Whether the tensor has one more dim, the first, of experts."""
     dtype: Literal["", "F32"] = ""
     """The dtype that this tensor always has in a file; "": the same as the others."""
 
@@ -116,6 +121,29 @@ DEEPSEEK_NAMES = {
     **_table({f"layers.*.feedforward.shared.{own}": _same(f"{_LAYER}.{name}") for own, name in _SHARED.items()}),
     f"layers.*.{BALANCE}": StoredName(name=f"{_LAYER}.mlp.gate.e_score_correction_bias", dtype="F32"),
 }
+
+
+def _alternating(stored: str, order: Literal["out in", "in out"]) -> dict[str, StoredName]:
+    """Gates and what they multiply, by turns, of all experts."""
+    return {
+        one: StoredName(
+            name=f"{_LAYER}.mlp.experts.{stored}", order=order, part=part, parts=2, every=2, by_expert="first dim"
+        )
+        for part, one in enumerate(("gate", "up"))
+    }
+
+
+GPT_OSS_NAMES = {
+    **_attention_of(LLAMA_NAMES),
+    **_table({"layers.*.feedforward.router": _same(f"{_LAYER}.mlp.router")}),
+    "layers.*.attention.sinks": StoredName(name=f"{_LAYER}.self_attn.sinks"),
+    **{f"{_EXPERT_ROW}.{one}.weight": row for one, row in _alternating("gate_up_proj", "in out").items()},
+    **{f"{_EXPERT_ROW}.{one}.bias": row for one, row in _alternating("gate_up_proj_bias", "out in").items()},
+    f"{_EXPERT_ROW}.down.weight": StoredName(
+        name=f"{_LAYER}.mlp.experts.down_proj", order="in out", by_expert="first dim"
+    ),
+    f"{_EXPERT_ROW}.down.bias": StoredName(name=f"{_LAYER}.mlp.experts.down_proj_bias", by_expert="first dim"),
+}
 GPT2_NAMES = _table(
     {
         "embed.tokens": _same("transformer.wte"),
@@ -204,6 +232,7 @@ def _numbered(row: StoredName, name: str) -> StoredName:
 def outputs_in(row: StoredName, name: str, sizes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """(first output of a weight in its tensor, outputs of the whole tensor), given the sizes of all weights."""
     if not row.stack:
-        return row.part * sizes[name][0], row.parts * sizes[name][0]
+        first = row.part if row.every > 1 else row.part * sizes[name][0]
+        return first, row.parts * sizes[name][0]
     before = row.stack[: row.stack.index(name)]
     return sum(sizes[one][0] for one in before), sum(sizes[one][0] for one in row.stack)

@@ -15,8 +15,13 @@ from plait.interop.links import refuse_links_out
 from plait.regular_file import open_regular_file, read_regular_file
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of a number of each dtype that plait reads, by safetensors' name."""
+ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+"""Bytes of a number of each dtype that plait reads, by safetensors' name; bytes only where numbers are packed in
+them."""
+PACKED, PACKED_SCALES = "_blocks", "_scales"
+"""How the names of two tensors end that hold a weight's numbers packed (mxfp4.py), after the weight's own name."""
+PACKED_GROUP = 32
+"""Packed numbers that share a scale."""
 LARGEST_HEADER = 100_000_000
 COMPARED_BYTES = 1 << 24
 """How much of each of two tensors lies in memory at a time while they are compared."""
@@ -153,7 +158,7 @@ def _stored(file: Path, name: str, entry: Any, start: int) -> StoredTensor:
     dtype, shape, places = entry.get("dtype"), _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
     if shape is None or places is None or len(places) != 2:
         raise _damaged(file, f"its entry of {name[:80]} lacks shape or data_offsets")
-    if dtype not in ITEM_SIZES:
+    if dtype not in ITEM_SIZES or (dtype == "U8" and not name.endswith((PACKED, PACKED_SCALES))):
         raise PlaitError(
             f"{name} in {file} is stored as {str(dtype)[:20]}, which plait does not read; convert the model to bf16 or "
             "float32"

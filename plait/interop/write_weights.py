@@ -6,7 +6,7 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedWriter
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ from plait.interop.base_model import stored_shape
 from plait.interop.families import Family
 from plait.interop.stored_names import StoredName, outputs_in, stored_name
 from plait.interop.tensor_files import INDEX, ITEM_SIZES, WHOLE
+from plait.model.names import expert_of
 from plait.model.shape import ModelShape
 from plait.model.weights import stored_sizes
 
@@ -41,6 +42,10 @@ class WrittenTensor:
     outputs: tuple[int, ...]
     """Those of each weight."""
     order: str
+    every: int = 1
+    """How far apart the outputs of a weight lie; 1: they stand one after the other."""
+    experts: int = 1
+    """Experts along the first dim, each of which has as many of the weights; 1: there is no such dim."""
     dtype: str = ""
     """Its own, where it is not that of the other tensors."""
 
@@ -54,20 +59,29 @@ def written_tensors(shape: ModelShape, family: Family) -> list[WrittenTensor]:
         places.setdefault(stored.name, []).append((name, stored))
     found: list[WrittenTensor] = []
     for name, parts in places.items():
-        parts.sort(key=lambda part: outputs_in(part[1], part[0], sizes)[0])
+        parts.sort(key=lambda part: (_expert_in(*part), outputs_in(part[1], part[0], sizes)[0]))
         first, stored = parts[0]
         weights = tuple(own for own, _ in parts)
+        of_one = stored_shape(stored, outputs_in(stored, first, sizes)[1], sizes[first])
+        experts = shape.size_of("experts") if stored.by_expert == "first dim" else 1
         found.append(
             WrittenTensor(
                 name=name,
-                shape=stored_shape(stored, outputs_in(stored, first, sizes)[1], sizes[first]),
+                shape=(experts, *of_one) if experts > 1 else of_one,
                 weights=weights,
                 outputs=tuple(sizes[own][0] for own in weights),
                 order=stored.order,
+                every=stored.every,
+                experts=experts,
                 dtype=stored.dtype,
             )
         )
     return found
+
+
+def _expert_in(name: str, stored: StoredName) -> int:
+    """The expert of a weight within its tensor."""
+    return (expert_of(name) or 0) if stored.by_expert == "first dim" else 0
 
 
 def files_bytes(tensors: Sequence[WrittenTensor], dtype: str) -> int:
@@ -121,8 +135,14 @@ def _write_shard(out: BufferedWriter, shard: Sequence[WrittenTensor], dtype: str
 
 def _blocks(one: WrittenTensor, read: ReadPart) -> Iterator[Tensor]:
     """The tensor's rows in order, some at a time."""
+    if one.experts > 1:
+        each = len(one.weights) // one.experts
+        for first in range(0, len(one.weights), each):
+            own, outputs = one.weights[first : first + each], one.outputs[first : first + each]
+            yield from _blocks(replace(one, shape=one.shape[1:], weights=own, outputs=outputs, experts=1), read)
+        return
     if len(one.shape) == 1:
-        yield torch.cat([read(name, (0,), (own,)) for name, own in zip(one.weights, one.outputs, strict=True)])
+        yield _joined([read(name, (0,), (own,)) for name, own in zip(one.weights, one.outputs, strict=True)], one.every)
         return
     rows, columns = one.shape
     at_once = max(1, WRITE_BYTES // (8 * columns))
@@ -130,8 +150,13 @@ def _blocks(one: WrittenTensor, read: ReadPart) -> Iterator[Tensor]:
         for first in range(0, rows, at_once):
             count = min(at_once, rows - first)
             parts = zip(one.weights, one.outputs, strict=True)
-            yield torch.cat([read(name, (0, first), (own, count)).t() for name, own in parts], dim=1)
+            yield _joined([read(name, (0, first), (own, count)).t() for name, own in parts], one.every)
         return
     for name, own in zip(one.weights, one.outputs, strict=True):
         for first in range(0, own, at_once):
             yield read(name, (first, 0), (min(at_once, own - first), columns))
+
+
+def _joined(parts: Sequence[Tensor], every: int) -> Tensor:
+    """The outputs of several weights along the last dim, one after the other, or by turns."""
+    return torch.stack(list(parts), dim=-1).flatten(-2) if every > 1 else torch.cat(list(parts), dim=-1)

@@ -19,12 +19,15 @@ from torch import Tensor, nn
 from plait.accelerator import has_cuda_kernels, is_compiled, suits_flash_kernels, to_device
 from plait.model.blocked_attention import attend_in_blocks, suits_blocks
 from plait.model.linear import Linear, to_compute_precision
-from plait.model.masked_attention import attend_masked
+from plait.model.masked_attention import attend_last, attend_masked
 from plait.model.matmul import attend_by_default_library
 from plait.model.norm import RMSNorm, make_head_norm, norm_offset
 from plait.model.parts.checks import biased_parts
 from plait.model.rotary import Rotation, rotate_first, rotate_first_pairs
 from plait.model.shape import ModelShape
+
+UNFUSED_SCORES, HOST_UNFUSED_SCORES = 2**24, 2**21
+"""Scores that are there at a time, on GPUs and on processors, where torch's kernels cannot compute them."""
 
 
 @dataclass(slots=True)
@@ -112,9 +115,10 @@ class Rows:
     """What queries are multiplied by at each position, [b or 1, t, 1, 1]; None: nothing."""
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Documents | None, int], Tensor]
+Attend = Callable[..., Tensor]
 """Attention between its projections: (q_bthd, k_bthd, v_bthd, documents, window) to the result, shaped as q_bthd. A
-query sees `window` tokens, itself included; 0: all before it."""
+query sees `window` tokens, itself included; 0: all before it. Where scores are capped or heads have sinks, `cap` and
+`sinks_h` follow (masked_attention.py); only these models pass them."""
 
 
 class Attention(nn.Module):
@@ -134,6 +138,8 @@ class Attention(nn.Module):
         self.query_scale = 1.0 if shape.attention_scale == "head" else 1.0 / (layer + 1)
         if shape.attention_multiplier:  # the cores divide by the root of the head's width
             self.query_scale *= shape.attention_multiplier * sqrt(shape.head_width)
+        self.cap = shape.attention_cap
+        self.sinks = nn.Parameter(torch.zeros(shape.heads)) if shape.attention_sinks else None
         self.is_rotated = layer not in shape.unrotated_layers
         self.rotate = rotate_first if shape.rotary_pairs == "halves" else rotate_first_pairs
         self.q = Linear(shape.width, query_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.q"))
@@ -166,17 +172,31 @@ class Attention(nn.Module):
             q_bthd = q_bthd * self.query_scale
         if rows.cache is not None:
             k_bthd, v_bthd = rows.cache.extend(self.layer, k_bthd, v_bthd)
-            mixed_bthd = attend_cached(q_bthd, k_bthd, v_bthd, self.window)
+            mixed_bthd = attend_cached(q_bthd, k_bthd, v_bthd, self.window, self.cap, self.sinks)
+        elif self.cap or self.sinks is not None:
+            mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window, self.cap, self.sinks)
         else:
             mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window)
         return self.o(mixed_bthd.reshape(len(x_nd), -1))
 
 
-def attend(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, documents: Documents | None, window: int = 0) -> Tensor:
+def attend(
+    q_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthd: Tensor,
+    documents: Documents | None,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks_h: Tensor | None = None,
+) -> Tensor:
     """Each token sees itself and the earlier tokens of its row, or of its document where documents are given; of these
     the last `window` ones, itself included, where that is not 0."""
     if is_compiled(q_bthd.device):
-        return attend_masked(q_bthd, k_bthd, v_bthd, None if documents is None else documents.positions_bt, window)
+        positions_bt = None if documents is None else documents.positions_bt
+        return attend_masked(q_bthd, k_bthd, v_bthd, positions_bt, window, cap=cap, sinks_h=sinks_h)
+    if cap or sinks_h is not None:
+        unfused: Attend = _attend_unfused if q_bthd.device.type == "cpu" else _outside_graphs(_attend_unfused)
+        return unfused(q_bthd, k_bthd, v_bthd, documents, window, cap, sinks_h)
     if documents is None:
         return _attend_rows(q_bthd, k_bthd, v_bthd, window)
     # Of bfloat16 it is known, and a compiled layer need not ask.
@@ -205,12 +225,41 @@ def _attend_documents(
     return _attend_segments(q_bthd, k_bthd, v_bthd, documents.lengths, window)
 
 
-def attend_cached(q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor, window: int = 0) -> Tensor:
+def _attend_unfused(
+    q_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthd: Tensor,
+    documents: Documents | None,
+    window: int,
+    cap: float,
+    sinks_h: Tensor | None,
+) -> Tensor:
+    """Capped scores and sinks, for which torch's kernels have no place."""
+    positions_bt = None
+    if documents is not None:
+        each = [torch.arange(length) for length in documents.lengths]
+        positions_bt = to_device(torch.cat(each).view(q_bthd.shape[:2]), q_bthd.device)
+    at_once = HOST_UNFUSED_SCORES if q_bthd.device.type == "cpu" else UNFUSED_SCORES
+    return attend_masked(q_bthd, k_bthd, v_bthd, positions_bt, window, at_once, cap, sinks_h)
+
+
+def attend_cached(
+    q_bthd: Tensor,
+    k_bthd: Tensor,
+    v_bthd: Tensor,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks_h: Tensor | None = None,
+) -> Tensor:
     """Attention of the newest tokens over all kept ones: a whole prompt into an empty cache, or a single token."""
     new, kept = q_bthd.shape[1], k_bthd.shape[1]
     assert new in (1, kept), "a cache takes one prompt, then single tokens"
     if new > 1:
+        if cap or sinks_h is not None:
+            return _attend_unfused(q_bthd, k_bthd, v_bthd, None, window, cap, sinks_h)
         return _attend_rows(q_bthd, k_bthd, v_bthd, window)
+    if cap or sinks_h is not None:
+        return attend_last(q_bthd, k_bthd[:, -window:], v_bthd[:, -window:], cap, sinks_h)
     return _sdpa(q_bthd, k_bthd[:, -window:], v_bthd[:, -window:], causal=False)
 
 

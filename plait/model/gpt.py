@@ -133,7 +133,7 @@ class GPT(nn.Module):
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """Scores of every vocabulary entry, [N, vocabulary]."""
-        return F.linear(hidden_nd, self.head_weight())
+        return capped(F.linear(hidden_nd, self.head_weight()), self.shape.logit_cap)
 
     def head_weight(self) -> Tensor:
         """The head's matrix [vocabulary, width], for losses that work through it in pieces; the embedding when tied."""
@@ -221,6 +221,11 @@ def run_layer(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
     else:
         inner_nd = layer.feedforward(normed_nd)
     return torch.add(stream_nd, layer.feedforward_post_norm(inner_nd), alpha=share)
+
+
+def capped(scores: Tensor, cap: float) -> Tensor:
+    """Scores of the vocabulary's entries, capped where `cap` is not 0 (ModelShape.logit_cap)."""
+    return (scores / cap).tanh() * cap if cap else scores
 
 
 def mixtures_of(part: GPT) -> dict[int, Mixture]:

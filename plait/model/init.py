@@ -33,7 +33,7 @@ begin "changed", because a zero would hide what goes wrong behind it."""
 def first_value(name: str, shape: ModelShape, seed: int, start: AdapterStart = "unchanged") -> Tensor:
     """The whole first value of one weight in float32 on the CPU; a rank that holds a part cuts its part from it."""
     sizes = tuple(shape.size_of(dim) for dim in dims_of(name))
-    if name.endswith(".bias") or (name.endswith(f".{ADAPTER_B}") and start == "unchanged"):
+    if name.endswith((".bias", ".sinks")) or (name.endswith(f".{ADAPTER_B}") and start == "unchanged"):
         return torch.zeros(sizes)
     if len(sizes) == 1:
         return torch.full(sizes, 1.0 - norm_offset(shape))

@@ -27,7 +27,7 @@ from plait.model.expert_blocks import (
     to_blocks,
 )
 from plait.model.feedforward import FeedForward, activated
-from plait.model.linear import to_compute_precision
+from plait.model.linear import Linear, to_compute_precision
 from plait.model.parts.mixture import MixtureShape
 from plait.model.router import LoadMeter, Router, Routing, SumOverSequence, balance_sum, counts_by_row, handed_over
 from plait.model.shape import GATED, ModelShape
@@ -35,25 +35,58 @@ from plait.model.shape import GATED, ModelShape
 
 class Experts(nn.ModuleDict):
     """The routed experts of a layer that this rank holds, by their numbers; called as one, so that sharding may gather
-    what they share out."""
+    what they share out. `down_bias_share` is the part of the last biases that this rank adds: where ranks' results are
+    added up, one adds them and the others none."""
+
+    down_bias_share: float = 1.0
 
     def forward(self, rows_rd: Tensor, counts: tuple[int, ...] | ExpertBlocks) -> Tensor:
         """The experts' results for their rows, which come in their order, `counts` of each, or in blocks."""
         experts = [one for one in self.values() if isinstance(one, FeedForward)]
+        share = self.down_bias_share
         if isinstance(counts, ExpertBlocks):
-            return _results(experts, rows_rd, partial(block_product, blocks=counts))
+            return _results(experts, rows_rd, partial(block_product, blocks=counts), counts, share)
         if not _multiply_plainly(experts, rows_rd):
             parts = rows_rd.split(list(counts))
-            return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
-        return _results(experts, rows_rd, partial(grouped_product, counts=counts))
+            return torch.cat([_result(expert, part, share) for expert, part in zip(experts, parts, strict=True)])
+        return _results(experts, rows_rd, partial(grouped_product, counts=counts), counts, share)
 
 
-def _results(experts: Sequence[FeedForward], rows_rd: Tensor, product: Callable[..., Tensor]) -> Tensor:
+def _result(expert: FeedForward, rows_rd: Tensor, down_bias_share: float) -> Tensor:
+    """What one expert makes of its rows."""
+    down = expert.down
+    if down_bias_share == 1.0 or down.bias is None:
+        return expert(rows_rd)
+    return down.multiply(expert.inner(rows_rd), down.weight, down.bias * down_bias_share)
+
+
+def _results(
+    experts: Sequence[FeedForward],
+    rows_rd: Tensor,
+    product: Callable[..., Tensor],
+    counts: tuple[int, ...] | ExpertBlocks,
+    down_bias_share: float,
+) -> Tensor:
     """What experts make of their rows, by a product of all their weights."""
+
+    def layer(x_ri: Tensor, layers: Sequence[Linear], share: float = 1.0) -> Tensor:
+        result_ro = product(x_ri, [one.weight for one in layers])
+        biases = [one.bias for one in layers if one.bias is not None]
+        return result_ro + _of_rows(biases, counts, result_ro) * share if biases else result_ro
+
     activation = experts[0].activation
-    gate_rf = product(rows_rd, [one.gate.weight for one in experts]) if activation in GATED else None
-    inner_rf = activated(activation, gate_rf, product(rows_rd, [one.up.weight for one in experts]))
-    return product(inner_rf, [one.down.weight for one in experts])
+    gate_rf = layer(rows_rd, [one.gate for one in experts]) if activation in GATED else None
+    inner_rf = activated(activation, gate_rf, layer(rows_rd, [one.up for one in experts]))
+    return layer(inner_rf, [one.down for one in experts], down_bias_share)
+
+
+def _of_rows(biases: Sequence[Tensor], counts: tuple[int, ...] | ExpertBlocks, like_ro: Tensor) -> Tensor:
+    """Each row's expert's bias, [r, o]."""
+    cast = [bias.to(like_ro.dtype) for bias in biases]
+    if isinstance(counts, ExpertBlocks):
+        of_blocks_mo = torch.stack(cast).index_select(0, counts.expert_m)
+        return of_blocks_mo.repeat_interleave(len(like_ro) // counts.number, dim=0)
+    return torch.cat([bias.expand(rows, -1) for bias, rows in zip(cast, counts, strict=True)])
 
 
 def _multiply_plainly(experts: Sequence[FeedForward], rows_rd: Tensor) -> bool:
@@ -77,8 +110,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.shape_of_mixture = mixture
         self.router = Router(shape.width, mixture)
-        numbers = range(mixture.experts)
-        self.experts = Experts({str(number): FeedForward(shape, mixture.expert_ffn) for number in numbers})
+        numbers, width = range(mixture.experts), mixture.expert_ffn
+        self.experts = Experts({str(number): FeedForward(shape, width, biased=mixture.bias) for number in numbers})
         shared = shape.size_of("shared_ffn")
         self.shared = FeedForward(shape, shared) if shared else None
         self.meter = LoadMeter()

@@ -10,7 +10,7 @@ import re
 from typing import Literal
 
 Dim = Literal[
-    "width", "heads", "kv_heads", "head_width", "ffn", "vocabulary", "positions", "rank",
+    "width", "heads", "kv_heads", "head_width", "head_count", "ffn", "vocabulary", "positions", "rank",
     "experts", "expert_ffn", "shared_ffn", "joined",
     "query_heads", "query_rank", "key_value_heads", "key_value_rank", "latent",
 ]  # fmt: skip
@@ -34,6 +34,7 @@ _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "layers.*.attention.k_norm.weight": ("head_width",),
     "layers.*.attention.queries_norm.weight": ("heads",),
     "layers.*.attention.keys_norm.weight": ("kv_heads",),
+    "layers.*.attention.sinks": ("head_count",),
     "layers.*.attention.query.weight": ("query_heads", "width"),
     "layers.*.attention.query_down.weight": ("query_rank", "width"),
     "layers.*.attention.query_norm.weight": ("query_rank",),
@@ -56,10 +57,14 @@ _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "layers.*.feedforward.down.weight": ("width", "ffn"),
     "layers.*.feedforward.down.bias": ("width",),
     "layers.*.feedforward.router.weight": ("experts", "width"),
+    "layers.*.feedforward.router.bias": ("experts",),
     f"layers.*.{BALANCE}": ("experts",),
     "layers.*.feedforward.experts.*.gate.weight": ("expert_ffn", "width"),
+    "layers.*.feedforward.experts.*.gate.bias": ("expert_ffn",),
     "layers.*.feedforward.experts.*.up.weight": ("expert_ffn", "width"),
+    "layers.*.feedforward.experts.*.up.bias": ("expert_ffn",),
     "layers.*.feedforward.experts.*.down.weight": ("width", "expert_ffn"),
+    "layers.*.feedforward.experts.*.down.bias": ("width",),
     "layers.*.feedforward.shared.gate.weight": ("shared_ffn", "width"),
     "layers.*.feedforward.shared.up.weight": ("shared_ffn", "width"),
     "layers.*.feedforward.shared.down.weight": ("width", "shared_ffn"),
@@ -91,9 +96,10 @@ DIMS: dict[str, tuple[Dim, ...]] = {
 """Meaning of each dim, `*` standing for the number of a layer, of an expert in it, or of an objective. `heads` and
 `kv_heads` run over heads × head_width rows; of latent attention see parts/latent_attention.py."""
 
-CUTTABLE: frozenset[Dim] = frozenset(
-    {"heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocabulary", "query_heads", "key_value_heads"}
-)
+CUTTABLE: frozenset[Dim] = frozenset({
+    "heads", "kv_heads", "head_count", "ffn", "expert_ffn", "shared_ffn", "vocabulary", "query_heads",
+    "key_value_heads",
+})  # fmt: skip
 """Dims that tensor parallelism may split; heads are split between heads, never inside one."""
 
 _LAYER = re.compile(r"^layers\.(\d+)\.")

@@ -48,6 +48,7 @@ class Router(nn.Module):
         super().__init__()
         self.mixture = mixture
         self.weight = nn.Parameter(torch.empty(mixture.experts, width))
+        self.bias = nn.Parameter(torch.empty(mixture.experts)) if mixture.bias else None
         self.register_buffer("balance", torch.zeros(mixture.experts), persistent=False)
         self.choose: Choose | None = None
 
@@ -55,7 +56,8 @@ class Router(nn.Module):
         """Where tokens go; `numbers_n` are needed where `choose` is set."""
         exact = torch.promote_types(x_nd.dtype, torch.float32)
         with torch.autocast(x_nd.device.type, enabled=False):
-            logits_ne = F.linear(x_nd.to(exact), self.weight.to(exact))
+            bias_e = None if self.bias is None else self.bias.to(exact)
+            logits_ne = F.linear(x_nd.to(exact), self.weight.to(exact), bias_e)
             return route(logits_ne, self.balance.to(exact), self.mixture, self._taken(numbers_n))
 
     def _taken(self, numbers_n: Tensor | None) -> Taken | None:
@@ -96,8 +98,9 @@ def best_experts(choice_ne: Tensor, mixture: MixtureShape) -> Tensor:
 
 
 def group_scores(choice_ne: Tensor, mixture: MixtureShape) -> Tensor:
-    """What groups of experts are chosen by, [n, groups]: the sum of a group's two best scores."""
-    return choice_ne.unflatten(1, (mixture.groups, -1)).topk(2, dim=2).values.sum(dim=2)
+    """What groups of experts are chosen by, [n, groups]."""
+    counted = 2 if mixture.group_score == "two best" else 1
+    return choice_ne.unflatten(1, (mixture.groups, -1)).topk(counted, dim=2).values.sum(dim=2)
 
 
 # What keeps experts equally busy: losses whose gradients enter where the router is, and the counts of a step.

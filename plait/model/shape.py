@@ -13,7 +13,13 @@ from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from,
 from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of, within_layer
 from plait.model.parts import checks
 from plait.model.parts.latent_attention import LatentAttentionShape, check_latent_in, latent_sizes, latent_weights
-from plait.model.parts.mixture import MixtureShape, check_mixture_in, mixture_from, mixture_weights
+from plait.model.parts.mixture import (
+    LATER_MIXTURE_FIELDS,
+    MixtureShape,
+    check_mixture_in,
+    mixture_from,
+    mixture_weights,
+)
 from plait.model.parts.objectives import (
     NO_OBJECTIVES,
     ObjectivesShape,
@@ -24,9 +30,11 @@ from plait.model.parts.objectives import (
 from plait.model.rope_scaling import RopeScaling, WindowRope, scaling_from, window_rope_from
 
 Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "swiglu", "relu2", "geglu"]
-GATED: frozenset[Activation] = frozenset({"swiglu", "geglu"})
+Activation = Literal["gelu", "swiglu", "relu2", "geglu", "clamped swiglu"]
+GATED: frozenset[Activation] = frozenset({"swiglu", "geglu", "clamped swiglu"})
 """Activations of feed-forward parts that have a gate."""
+CLAMPED_AT, CLAMPED_SLOPE = 7.0, 1.702
+"""Of the clamped SwiGLU (gpt-oss): the largest gate and the largest magnitude beside it, and the slope of the gate."""
 NormPlaces = Literal["before", "after", "both"]
 NormWeight = Literal["factor", "one plus"]
 RotaryPairs = Literal["halves", "neighbors"]
@@ -51,7 +59,8 @@ _COUNTS = {
 _LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "adapter", "qk_norm_width", "mixture",
                  "objectives", "latent", "norm_places", "norm_weight", "embedding_multiplier", "residual_multiplier",
                  "attention_multiplier", "logit_divisor", "rotary_width", "rotary_pairs", "unrotated_layers",
-                 "window_rope", "query_growth", "query_growth_after")  # fmt: skip
+                 "window_rope", "query_growth", "query_growth_after", "attention_cap", "logit_cap",
+                 "attention_sinks")  # fmt: skip
 """Fields that checkpoints of earlier versions lack: written only where they are not the default."""
 
 
@@ -123,6 +132,12 @@ class ModelShape:
     """By how much queries grow with the logarithm of the position (Ministral 3); 0: not at all."""
     query_growth_after: int = 0
     """The number of positions after which they begin to grow."""
+    attention_cap: float = 0.0
+    """Attention's scores s become cap × tanh(s / cap) (Gemma 2); 0: they stay as they are."""
+    logit_cap: float = 0.0
+    """The same of the scores of the vocabulary's entries."""
+    attention_sinks: bool = False
+    """Whether each head has a learned score that takes a share of every softmax and gives nothing (gpt-oss)."""
 
     def __post_init__(self) -> None:
         for name, most in _COUNTS.items():
@@ -144,10 +159,9 @@ class ModelShape:
         for name in ("rope_theta", "norm_eps", "embedding_multiplier", "residual_multiplier", "logit_divisor"):
             if not 0 < getattr(self, name) < inf:
                 raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
-        if not 0 <= self.attention_multiplier < inf:
-            raise PlaitError(
-                f"the model's attention_multiplier is {self.attention_multiplier}; choose one of at least 0"
-            )
+        for name in ("attention_multiplier", "attention_cap", "logit_cap"):
+            if not 0 <= getattr(self, name) < inf:
+                raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose one of at least 0")
         if self.norm == "layernorm" and (self.norm_weight != "factor" or self.logit_divisor != 1.0):
             raise PlaitError('a LayerNorm has a plain weight and divides no scores; choose norm = "rmsnorm"')
 
@@ -192,6 +206,7 @@ class ModelShape:
             "heads": self.heads * self.head_width,
             "kv_heads": self.kv_heads * self.head_width,
             "head_width": self.head_width,
+            "head_count": self.heads,
             "ffn": self.ffn,
             "vocabulary": self.vocabulary,
             "positions": self.learned_positions or self.sequence,
@@ -227,8 +242,10 @@ class ModelShape:
         defaults = {field.name: field.default for field in fields(self)}
         left_out = {name for name in _LATER_FIELDS if getattr(self, name) == defaults[name]}
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
-        if self.mixture is not None and not self.mixture.plain_layers:
-            del values["mixture"]["plain_layers"]  # a later field
+        if self.mixture is not None:
+            for name, usual in LATER_MIXTURE_FIELDS.items():
+                if getattr(self.mixture, name) == usual:
+                    del values["mixture"][name]
         for one in (values.get("rope"), (values.get("window_rope") or {}).get("scaling")):
             if one and not one["long_factors"]:
                 del one["long_factors"], one["short_factors"]  # later fields
@@ -336,6 +353,7 @@ def weights_of_layer(shape: ModelShape, layer: int) -> list[str]:
     mixture = shape.mixture_of(layer)
     before, after = shape.norm_places != "after", shape.norm_places != "before"
     attention = [
+        *(["attention.sinks"] if shape.attention_sinks else []),
         *_linear_weights([q, k, v], shape, biased="qkv" in biased),
         *([f"attention.{name}.weight" for name in normed] if shape.qk_norm else []),
         *_linear_weights([o], shape, biased="output" in biased),

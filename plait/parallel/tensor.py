@@ -139,6 +139,7 @@ def split_mixture(mixture: Mixture, stream: SequenceSplit) -> None:
 
     mixture.register_forward_pre_hook(gather)
     mixture.finish = stream.scatter
+    mixture.experts.down_bias_share = float(stream.index == 0)  # the ranks' results are added up
     mixture.reports = stream.index == 0
 
 

@@ -37,7 +37,7 @@ from plait.trainer.optimizer.fused import RunOptimizer
 from plait.trainer.optimizer.optim import learning_rate, make_optimizer
 from plait.trainer.preference.formulas import PreferenceLoss
 from plait.trainer.preference.pair_losses import PairLosses
-from plait.trainer.score_passes import score_passes
+from plait.trainer.score_passes import ScorePasses, score_passes
 from plait.trainer.state import TrainState
 from plait.trainer.step import (
     Autocast,
@@ -201,7 +201,7 @@ def assemble(
     autocast, compile = make_autocast(plan.arithmetic.precision, device), plan.arithmetic.compile if stages else "off"
     counted = plan.job.batch_sequences * (1 if config.finetune.learns_pairs else plan.job.sequence)
     scale = DeviceLossScale(counted, device) if plan.arithmetic.precision == "fp16" else None
-    auxiliary = AuxiliaryLosses(sharded, plan.job.shape, autocast, score_passes(compile), scale)
+    auxiliary = AuxiliaryLosses(sharded, plan.job.shape, autocast, _passes_of(sharded, compile), scale)
     pairs = pair_losses_of(config, sharded, all_pairs(corpus), autocast, compile, scale)
     # Without stages a rank holds all matrices whole.
     exchange = (
@@ -240,7 +240,7 @@ def pair_losses_of(
 ) -> PairLosses | None:
     """The loss of a recipe that learns from this many pairs; None where it learns from no pairs."""
     loss = preference_loss_of(config)
-    return None if loss is None else PairLosses(sharded, pairs, loss, autocast, score_passes(compile), scale)
+    return None if loss is None else PairLosses(sharded, pairs, loss, autocast, _passes_of(sharded, compile), scale)
 
 
 def preference_loss_of(config: RunConfig) -> PreferenceLoss | None:
@@ -256,6 +256,10 @@ def preference_loss_of(config: RunConfig) -> PreferenceLoss | None:
         margin=beta * MARGIN_OVER_BETA if tuning.margin == "auto" else tuning.margin,
         compared_with=tuning.reference if tuning.objective == "dpo" else "none",
     )
+
+
+def _passes_of(sharded: ShardedModel, compile: Compile) -> ScorePasses:
+    return score_passes(compile, sharded.chunks[0].shape.logit_cap)
 
 
 def select_samples(plan: Plan, layout: Layout, rank: int, device: torch.device) -> SampleSelection:
@@ -295,7 +299,7 @@ def make_runners(
     """Functions that run micro-batches through the sharded model in training and in evaluation: one after another, or
     through a pipeline, which casts weights for each. The loss is that of the next token, or of `pairs`."""
     forward = make_forward(autocast, auxiliary)
-    plain = make_loss(autocast, sharded.vocabulary, score_passes(compile), scale)
+    plain = make_loss(autocast, sharded.vocabulary, _passes_of(sharded, compile), scale)
     if pairs is None:
         return _runners(sharded, forward, plain, casts)
     run_micros, evaluate_micros = _runners(sharded, forward, pairs.beside(plain), casts)

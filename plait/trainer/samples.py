@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import tokenizers
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from plait.data.conversations.chat_template import ChatTemplate, find_template
@@ -195,7 +194,7 @@ class _DrawnToken:
         with self._autocast():
             every_nd = self._vocabulary.enter(hidden_nd, micro.targets.numel())
             marked_n = micro.targets.flatten() != IGNORED_TARGET
-            scores_nv = F.linear(every_nd[marked_n], chunk.head_weight())  # of no row or one
+            scores_nv = chunk.logits(every_nd[marked_n])  # of no row or one
         first = self._vocabulary.first
         known = max(0, min(self._entries - first, scores_nv.shape[1]))  # a table may have rows beyond the tokenizer's
         if len(scores_nv) and known:

@@ -23,8 +23,9 @@ from plait.partition.execution import Compile
 IGNORED = -100
 """Target of a token that does not enter the loss."""
 
-KeptScores = tuple[Tensor, Tensor, Tensor]
-"""What the gradient needs of the losses: values [n, v], each row's largest score [n, 1], sum of exponentials [n]."""
+KeptScores = tuple[Tensor, ...]
+"""What the gradient needs of the losses: values [n, v], each row's largest score [n, 1], sum of exponentials [n]; of
+capped scores also their slopes [n, v]."""
 
 
 class LocalTargets:
@@ -103,9 +104,31 @@ class FusedPasses:
         return grad_nv.to(dtype)
 
 
-def score_passes(compile: Compile) -> ScorePasses:
-    """Compiled where the plan compiles layers."""
-    return FusedPasses(partial(torch.compile, dynamic=False)) if compile == "blocks" else InPlacePasses()
+class CappedPasses:
+    """The passes of others, over scores that are capped first: s becomes cap × tanh(s / cap) (Gemma 2)."""
+
+    def __init__(self, cap: float, passes: ScorePasses) -> None:
+        self._cap, self._passes = cap, passes
+
+    def losses(
+        self, scores_nv: Tensor, targets: LocalTargets, vocabulary: VocabularySplit
+    ) -> tuple[Tensor, KeptScores]:
+        bent_nv = scores_nv.to(exact_dtype(scores_nv)).div_(self._cap).tanh_()
+        slopes_nv = 1 - bent_nv.square()
+        losses_n, kept = self._passes.losses(bent_nv.mul_(self._cap), targets, vocabulary)
+        return losses_n, (*kept, slopes_nv)
+
+    def gradient(
+        self, kept: KeptScores, targets: LocalTargets, dtype: torch.dtype, scale: Tensor | None = None
+    ) -> Tensor:
+        *of_capped, slopes_nv = kept
+        return slopes_nv.mul_(self._passes.gradient(tuple(of_capped), targets, slopes_nv.dtype, scale)).to(dtype)
+
+
+def score_passes(compile: Compile, cap: float = 0.0) -> ScorePasses:
+    """Compiled where the plan compiles layers; of a model that caps its scores where `cap` is not 0."""
+    passes = FusedPasses(partial(torch.compile, dynamic=False)) if compile == "blocks" else InPlacePasses()
+    return CappedPasses(cap, passes) if cap else passes
 
 
 def exact_dtype(scores: Tensor) -> torch.dtype:

@@ -48,7 +48,7 @@ INNER_FLOORS = {
              "holdout": 4, "conversations": 4, "index": 5, "shards": 6, "preparation": 7, "balance": 7, "integrity": 7,
              "order": 7, "packing": 7, "rows": 7, "samples": 8, "loader": 9},
     "interop": {"stored_names": 0, "links": 0, "configs": 0, "families": 1, "tensor_files": 1, "small_files": 2,
-                "config_in": 2, "gguf": 2, "gguf_tokenizer": 0,
+                "mxfp4": 2, "config_in": 2, "gguf": 2, "gguf_tokenizer": 0,
                 "gguf_out": 1, "peft_names": 2, "config_out": 3, "base_model": 3, "hub": 4,
                 "base_fingerprint": 4, "read_weights": 4, "write_weights": 4, "adapter_out": 4, "adapter_in": 5},
     "launch": {"values": 0, "network": 0, "watching": 1, "in_memory": 1, "local": 2},

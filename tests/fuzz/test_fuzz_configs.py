@@ -15,7 +15,14 @@ from transformers import AutoConfig
 from plait.errors import PlaitError
 from plait.interop.base_model import read_base_model
 from plait.interop.read_weights import load_model_from
-from tests.interop.random_models import SEQUENCE, VOCABULARY, random_config, random_later_config, random_model
+from tests.interop.random_models import (
+    EAGER_NAMES,
+    SEQUENCE,
+    VOCABULARY,
+    random_config,
+    random_later_config,
+    random_model,
+)
 from tests.matrix import CASES
 
 CPU = torch.device("cpu")
@@ -52,6 +59,8 @@ SCALARS: dict[str, tuple[Any, ...]] = {
     "original_max_position_embeddings": (None, 4, 9, 500),
     "max_position_embeddings": (SEQUENCE, 2 * SEQUENCE),
     "clip_qkv": (None, 0.5),
+    "swiglu_limit": (7.0, 7, 1.0, None),
+    "num_experts_per_tok": (1, 2, 3),
     "rms_norm_eps": (1e-5, 1e-2),
     "layer_norm_epsilon": (1e-5, 1e-2),
     "scale_attn_by_inverse_layer_idx": (True, False),
@@ -108,7 +117,8 @@ def outcome(values: dict[str, Any], folder: Path) -> str:
     """ "refused" or "right"; "skipped" where transformers makes no model of it, or one that looks both ways. Raises
     AssertionError for a model that is read and computes something else."""
     try:
-        theirs = random_model(AutoConfig.for_model(**json.loads(json.dumps(values)), attn_implementation="sdpa"))
+        kernel = "eager" if values["model_type"] in EAGER_NAMES else "sdpa"
+        theirs = random_model(AutoConfig.for_model(**json.loads(json.dumps(values)), attn_implementation=kernel))
         with torch.no_grad():
             wanted = theirs(TOKENS_BT).logits.flatten(0, 1)
         theirs.save_pretrained(folder)

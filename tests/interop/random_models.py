@@ -13,7 +13,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 SEQUENCE, VOCABULARY = 24, 61
 FAMILY_NAMES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 MIXTURE_NAMES = ("mixtral", "olmoe", "qwen3_moe")
-LATER_NAMES = ("gemma3_text", "olmo2", "olmo3", "phi3", "smollm3", "granite", "ministral3", "glm4", "gemma", "glm")
+LATER_NAMES = (
+    "gemma3_text", "olmo2", "olmo3", "phi3", "smollm3", "granite", "ministral3", "glm4", "gemma", "glm", "gemma2",
+    "gpt_oss",
+)  # fmt: skip
+EAGER_NAMES = ("gemma2", "gpt_oss")
+"""Families whose classes have no fused attention."""
 
 
 def random_config(seed: int) -> Any:
@@ -29,7 +34,8 @@ def random_later_config(seed: int) -> Any:
     draw = random.Random(2000 + seed)
     family = LATER_NAMES[seed % len(LATER_NAMES)]
     values = {**base_values(draw), **LATER_VALUES[family](draw)}
-    return CONFIG_MAPPING[family](**values, initializer_range=0.15, attn_implementation="sdpa")
+    kernel = "eager" if family in EAGER_NAMES else "sdpa"
+    return CONFIG_MAPPING[family](**values, initializer_range=0.15, attn_implementation=kernel)
 
 
 def base_values(draw: random.Random) -> dict[str, Any]:
@@ -156,6 +162,35 @@ def gemma_values(draw: random.Random) -> dict[str, Any]:
     return {"head_dim": draw.choice((4, 8, 16)), "attention_bias": draw.random() < 0.3}
 
 
+def gemma2_values(draw: random.Random) -> dict[str, Any]:
+    """Caps are low, so that random scores reach them."""
+    values = base_values(draw)
+    return {
+        **values,
+        **kinds_values(draw, values),
+        "hidden_size": values["num_attention_heads"] * draw.choice((4, 8)),
+        "head_dim": draw.choice((4, 8, 16)),
+        "query_pre_attn_scalar": draw.choice((4, 8, 13, 256)),
+        "attention_bias": draw.random() < 0.3,
+        "attn_logit_softcapping": draw.choice((None, 0.3, 2.0, 50.0)),
+        "final_logit_softcapping": draw.choice((None, 0.5, 3.0, 30.0)),
+    }
+
+
+def gpt_oss_values(draw: random.Random) -> dict[str, Any]:
+    values, experts = base_values(draw), draw.choice((2, 4, 5))
+    return {
+        **values,
+        **kinds_values(draw, values),
+        "head_dim": draw.choice((4, 8, 16)),
+        "attention_bias": draw.random() < 0.7,
+        "num_local_experts": experts,
+        "num_experts_per_tok": draw.choice((1, 2, experts)),
+        "intermediate_size": draw.choice((7, 24, 32)),
+        "rope_parameters": draw.choice((None, values["rope_parameters"])),
+    }
+
+
 LATER_VALUES = {
     "gemma3_text": gemma3_values,
     "olmo2": olmo_values,
@@ -167,6 +202,8 @@ LATER_VALUES = {
     "glm4": glm4_values,
     "gemma": gemma_values,
     "glm": glm4_values,
+    "gemma2": gemma2_values,
+    "gpt_oss": gpt_oss_values,
 }
 
 
@@ -273,9 +310,14 @@ def rope_values(draw: random.Random) -> dict[str, Any]:
 def random_model(config: Any, seed: int = 5) -> PreTrainedModel:
     """A model of a config whose norms and biases are random, too."""
     torch.manual_seed(seed)
+    if config.model_type == "gpt_oss":
+        config._experts_implementation = "eager"  # torch's grouped product takes no odd sizes
     model = AutoModelForCausalLM.from_config(config)
     for name, weight in model.named_parameters():
+        if name.endswith(("gate_up_proj", "gate_up_proj_bias", "down_proj_bias")) and "GptOss" in type(model).__name__:
+            nn.init.normal_(weight, std=3.0)  # so that some are clamped
         if weight.ndim == 1:
             offset = type(model).__name__.startswith("Gemma")
-            nn.init.normal_(weight, mean=0.0 if name.endswith("bias") or offset else 1.0, std=0.1)
+            centred = offset or name.endswith(("bias", "sinks"))
+            nn.init.normal_(weight, mean=0.0 if centred else 1.0, std=0.1)
     return model.eval()

@@ -26,7 +26,7 @@ from tests.interop.random_models import (
     random_mixture_config,
     random_model,
 )
-from tests.interop.test_interop_latent import random_deepseek
+from tests.interop.test_interop_latent import random_deepseek, random_deepseek_v2
 from tests.matrix import few_fast
 
 CONFIGS: dict[str, Any] = {
@@ -35,6 +35,7 @@ CONFIGS: dict[str, Any] = {
         *(random_config(seed) for seed in range(5)),
         *(random_mixture_config(seed) for seed in range(3)),
         random_deepseek(1),
+        random_deepseek_v2(1),
         *(random_later_config(seed) for seed in range(len(LATER_NAMES))),
     )
 }
@@ -175,6 +176,10 @@ LLAMA_LIKE = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size":
         ({"model_type": "qwen3_next", **LLAMA_LIKE, "num_experts": 8, "moe_intermediate_size": 8}, "qwen3_moe"),
         ({"model_type": "phimoe", **LLAMA_LIKE, "num_local_experts": 16}, "mixtral"),
         ({"model_type": "kimi_k9", **LLAMA_LIKE, "kv_lora_rank": 16, "n_routed_experts": 8}, "deepseek_v3"),
+        ({"model_type": "deepseek_vl", **LLAMA_LIKE, "kv_lora_rank": 16, "scoring_func": "softmax"}, "deepseek_v2"),
+        ({"model_type": "gemma4_text", **LLAMA_LIKE, "final_logit_softcapping": 30.0}, "gemma3_text"),
+        ({"model_type": "gpt_oss2", **LLAMA_LIKE, "num_local_experts": 8, "swiglu_limit": 7.0}, "gpt_oss"),
+        ({"model_type": "qwen3_5_text", **LLAMA_LIKE, "linear_num_value_heads": 8}, "qwen3"),
         ({"model_type": "gpt_neox", "num_attention_heads": 4, "hidden_size": 32, "layer_norm_eps": 1e-5}, "gpt2"),
         ({"model_type": "mistral_bert", "num_attention_heads": 4, "architectures": ["BertForMaskedLM"]}, ""),
         ({"model_type": "t5", "num_heads": 8, "is_encoder_decoder": True, "architectures": ["T5ForCausalLM"]}, ""),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from plait.interop.base_model import read_base_model
@@ -23,6 +24,7 @@ from plait.interop.read_weights import load_model_from, read_boxes
 from plait.model.gpt import GPT
 from plait.partition.boxes import whole_box
 from tests.interop.random_models import (
+    EAGER_NAMES,
     LATER_NAMES,
     SEQUENCE,
     VOCABULARY,
@@ -62,6 +64,7 @@ class Float64Rotary(nn.Module):
         super().__init__()
         tables = config.rope_parameters
         nested = "rope_type" not in tables
+        self.repeats = 1 if config.model_type == "gpt_oss" else 2
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.tables: dict[str | None, tuple[Tensor, float]] = {}
         for kind in theirs.layer_types if nested else [None]:
@@ -75,7 +78,7 @@ class Float64Rotary(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         frequencies, scale = self.tables[layer_type]
-        angles = position_ids[..., None].double() * frequencies.repeat(2)
+        angles = position_ids[..., None].double() * frequencies.repeat(self.repeats)
         return angles.cos() * scale, angles.sin() * scale
 
 
@@ -95,8 +98,10 @@ def yarn_formula(plain: Tensor, rope: dict[str, Any]) -> tuple[Tensor, float]:
         length = rope["original_max_position_embeddings"]
         return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
-    low = max(math.floor(place(rope.get("beta_fast") or 32)), 0)
-    high = min(math.ceil(place(rope.get("beta_slow") or 1)), dim - 1)
+    low, high = place(rope.get("beta_fast") or 32), place(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(len(plain), dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
     scale = rope.get("attention_factor")
     if scale is None and rope.get("mscale"):
@@ -124,6 +129,9 @@ FORMULAS: dict[str, Any] = {
 
 def in_float64(theirs: PreTrainedModel) -> None:
     theirs.double()
+    theirs.config._experts_implementation = "eager"  # torch's grouped product refuses float64
+    if theirs.config.model_type in EAGER_NAMES:
+        theirs.set_attn_implementation("exact")
     for module in list(theirs.modules()):
         for name, child in list(module.named_children()):
             kind: Any = child
@@ -136,6 +144,25 @@ def in_float64(theirs: PreTrainedModel) -> None:
                 child.register_forward_pre_hook(with_exact_positions, with_kwargs=True)
             elif type(child).__name__.endswith("ScaledWordEmbedding"):
                 kind.embed_scale.fill_(kind.scalar_embed_scale)
+
+
+def exact_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, Any]:
+    """The eager attention of Gemma 2 and gpt-oss without islands of float32."""
+    key, value = (one.repeat_interleave(module.num_key_value_groups, dim=1) for one in (key, value))
+    scores = query @ key.mT * settings["scaling"]
+    if (cap := settings.get("softcap")) is not None:
+        scores = (scores / cap).tanh() * cap
+    scores = scores if attention_mask is None else scores + attention_mask
+    if (sinks := settings.get("s_aux")) is not None:
+        sinks = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        return (torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ value).transpose(1, 2).contiguous(), None
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("exact", exact_attention)
+AttentionMaskInterface.register("exact", eager_mask)
 
 
 def with_exact_positions(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -221,7 +248,8 @@ def check_written(config: Any, tmp_path: Path) -> None:
     shape = shape_of_config(config.to_dict())
     written = config_of_shape(shape, "float32", config.model_type)
     assert written["model_type"] == config.model_type
-    older = ("dtype",) if config.model_type in ("olmo3", "ministral3") else ("rope_parameters", "dtype")
+    newer_only = config.model_type in ("olmo3", "ministral3", "gpt_oss")
+    older = ("dtype",) if newer_only else ("rope_parameters", "dtype")
     for dropped in ((), older, ("rope_theta", "rope_scaling", "torch_dtype")):
         assert shape_of_config({key: value for key, value in written.items() if key not in dropped}) == shape
     (tmp_path / "config.json").write_text(json.dumps(written))

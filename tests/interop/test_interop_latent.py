@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 
 from plait.commands.preparing.base import base_facts
@@ -29,9 +31,11 @@ from plait.recipe.schema import DataSection, ModelSection, RunConfig
 from plait.trainer.generate import generate
 from plait.working_folder import WorkingFolder
 from tests.interop.random_models import SEQUENCE, VOCABULARY, random_model, rope_values
-from tests.interop.test_interop_families import in_float64
+from tests.interop.test_interop_families import Float64Rotary, in_float64
+from tests.matrix import CASES
 
-EVERY_DAY, ALL = range(4), range(4, 66)
+EVERY_DAY, ALL = range(4), range(4, 4 + CASES)
+VERSIONS = ("deepseek_v2", "deepseek_v3")
 CPU = torch.device("cpu")
 
 
@@ -77,7 +81,33 @@ def random_deepseek(seed: int) -> DeepseekV3Config:
     )
 
 
-def deepseek_model(config: DeepseekV3Config) -> PreTrainedModel:
+LIKE_V3 = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "n_shared_experts", "n_routed_experts", "num_experts_per_tok", "n_group", "topk_group",
+    "routed_scaling_factor", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim",
+    "qk_nope_head_dim", "v_head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+    "rope_parameters",
+)  # fmt: skip
+
+
+def random_deepseek_v2(seed: int) -> DeepseekV2Config:
+    """A config of the family before, with the same corners and both ways to choose experts."""
+    like, draw = random_deepseek(seed), random.Random(3000 + seed)
+    return DeepseekV2Config(
+        **{name: getattr(like, name) for name in LIKE_V3} | {"hidden_size": 24},  # its heads have to divide it
+        topk_method=draw.choice(("greedy", "group_limited_greedy")),
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+
+
+def random_of(family: str, seed: int) -> DeepseekV2Config | DeepseekV3Config:
+    return random_deepseek_v2(seed) if family == "deepseek_v2" else random_deepseek(seed)
+
+
+def deepseek_model(config: DeepseekV2Config | DeepseekV3Config) -> PreTrainedModel:
     """A model whose routers' biases are random, too."""
     model = random_model(config)
     for name, buffer in model.named_buffers():
@@ -107,14 +137,63 @@ class Float64Gate(nn.Module):
         return logits, gates * one.routed_scaling_factor, chosen
 
 
+class Float64GateV2(nn.Module):
+    """The routing of DeepseekV2TopkRouter without its islands of float32."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.theirs = theirs
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        one = self.theirs
+        logits = x.reshape(-1, x.shape[-1]) @ one.weight.T
+        scores = logits.softmax(-1)
+        if one.topk_method == "group_limited_greedy":
+            grouped = scores.unflatten(1, (one.num_group, -1))
+            best = grouped.amax(-1).topk(one.topk_group, dim=-1).indices
+            closed = torch.ones(grouped.shape[:2], dtype=torch.bool).scatter(1, best, value=False)
+            scores = grouped.masked_fill(closed[..., None], 0.0).flatten(1)
+        gates, chosen = scores.topk(one.top_k, dim=-1)
+        return logits, gates * one.routed_scaling_factor, chosen
+
+
+class ComplexRotary(nn.Module):
+    """Rotations as DeepSeek-V2's class has them."""
+
+    def __init__(self, config: Any, theirs: Any) -> None:
+        super().__init__()
+        self.table = Float64Rotary(config, theirs).tables[None]
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        frequencies, scale = self.table
+        angles = position_ids[..., None].double() * frequencies
+        return torch.polar(torch.full_like(angles, scale), angles)
+
+
+def exact_rotary(*arguments: Tensor) -> tuple[Tensor, ...]:
+    """transformers' apply_rotary_emb of DeepSeek-V2 without its island of float32."""
+    *both, rotation = arguments
+    pairs = [torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * rotation.unsqueeze(1) for x in both]
+    return tuple(torch.view_as_real(x).flatten(3) for x in pairs)
+
+
+GATES: dict[str, type[nn.Module]] = {
+    "DeepseekV3TopkRouter": Float64Gate,
+    "DeepseekV2TopkRouter": Float64GateV2,
+}
+
+
 def lifted(theirs: PreTrainedModel) -> PreTrainedModel:
     """The same model in float64 throughout."""
+    inner: Any = theirs.model
+    plain = inner.rotary_emb
     in_float64(theirs)
-    theirs.config._experts_implementation = "eager"  # torch's grouped product refuses float64
+    if theirs.config.model_type == "deepseek_v2":
+        inner.rotary_emb = ComplexRotary(theirs.config, plain)
     for module in list(theirs.modules()):
         for name, child in list(module.named_children()):
-            if type(child).__name__ == "DeepseekV3TopkRouter":
-                setattr(module, name, Float64Gate(child))
+            if type(child).__name__ in GATES:
+                setattr(module, name, GATES[type(child).__name__](child))
     return theirs
 
 
@@ -125,8 +204,9 @@ def in_float64_here(folder: Path) -> GPT:
     return ours
 
 
-def check(seed: int, folder: Path) -> None:
-    theirs = deepseek_model(random_deepseek(seed))
+def check(family: str, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_deepseek_v2, "apply_rotary_emb", exact_rotary)
+    theirs = deepseek_model(random_of(family, seed))
     theirs.save_pretrained(folder)
     tokens_bt = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -136,15 +216,19 @@ def check(seed: int, folder: Path) -> None:
     torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("family", VERSIONS)
 @pytest.mark.parametrize("seed", EVERY_DAY)
-def test_a_deepseek_computes_what_transformers_computes(seed: int, tmp_path: Path) -> None:
-    check(seed, tmp_path)
+def test_a_deepseek_computes_what_transformers_computes(
+    family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(family, seed, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", VERSIONS)
 @pytest.mark.parametrize("seed", ALL)
-def test_sixty_more_do(seed: int, tmp_path: Path) -> None:
-    check(seed, tmp_path)
+def test_many_more_do(family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(family, seed, tmp_path, monkeypatch)
 
 
 def test_every_corner_is_drawn() -> None:
@@ -156,17 +240,23 @@ def test_every_corner_is_drawn() -> None:
     assert {config.rope_parameters["rope_type"] for config in configs} == {"default", "linear", "llama3", "yarn"}
 
 
+@pytest.mark.parametrize("family", VERSIONS)
 @pytest.mark.parametrize("seed", range(12))
-def test_a_config_is_written_as_it_is_read(seed: int) -> None:
-    shape = shape_of_config(random_deepseek(seed).to_dict())
-    written = config_of_shape(shape, "float32")
-    assert written["model_type"] == "deepseek_v3"
+def test_a_config_is_written_as_it_is_read(family: str, seed: int) -> None:
+    shape = shape_of_config(random_of(family, seed).to_dict())
+    written = config_of_shape(shape, "float32", preferred=family)
+    assert written["model_type"] == family
     assert shape_of_config(json.loads(json.dumps(written))) == shape
+    if shape.mixture is not None:  # models without experts are of both families
+        assert config_of_shape(shape, "float32")["model_type"] == family
 
 
-@pytest.mark.parametrize("dtype", ["F32", pytest.param("BF16", marks=pytest.mark.slow)])
-def test_weights_go_back_to_files_that_transformers_reads(dtype: str, tmp_path: Path) -> None:
-    theirs = deepseek_model(random_deepseek(1))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("deepseek_v3", "F32"), ("deepseek_v2", "F32"), pytest.param("deepseek_v3", "BF16", marks=pytest.mark.slow)],
+)
+def test_weights_go_back_to_files_that_transformers_reads(family: str, dtype: str, tmp_path: Path) -> None:
+    theirs = deepseek_model(random_of(family, 1))
     theirs.save_pretrained(tmp_path / "theirs")
     base = read_base_model(tmp_path / "theirs")
     ours = dict(file_tensors(in_float64_here(tmp_path / "theirs")))
@@ -185,7 +275,7 @@ def test_weights_go_back_to_files_that_transformers_reads(dtype: str, tmp_path: 
     assert files[0].keys() == files[1].keys()
     again = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
     biases = [name for name in theirs.state_dict() if name.endswith("e_score_correction_bias")]
-    assert biases
+    assert bool(biases) == (family == "deepseek_v3")
     for name in theirs.state_dict() if dtype == "F32" else biases:  # a rounded bias would send tokens elsewhere
         assert torch.equal(theirs.state_dict()[name], again.state_dict()[name]), name
 
@@ -217,8 +307,9 @@ def test_text_is_that_of_transformers(tmp_path: Path) -> None:
 def test_other_experts_beside_latents_are_named() -> None:
     shape = shape_of_config(random_deepseek(1).to_dict())
     assert shape.mixture is not None
+    other = replace(shape.mixture, router="softmax", balance=(), normalize=True)
     with pytest.raises(PlaitError, match=r"router softmax, balance none.*or as DeepSeek-V3"):
-        config_of_shape(replace(shape, mixture=replace(shape.mixture, router="softmax", balance=())), "float32")
+        config_of_shape(replace(shape, mixture=other), "float32")
 
 
 @pytest.mark.parametrize(
@@ -238,3 +329,17 @@ def test_other_experts_beside_latents_are_named() -> None:
 def test_what_is_not_computed_is_named(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(PlaitError, match=sentence):
         shape_of_config({**random_deepseek(1).to_dict(), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"norm_topk_prob": True}, "norm_topk_prob in config.json is True, and plait computes False"),
+        ({"mlp_bias": True}, "mlp_bias in config.json is True"),
+        ({"scoring_func": "sigmoid"}, "scoring_func in config.json is 'sigmoid', and plait computes softmax"),
+        ({"topk_method": "noaux_tc"}, "topk_method in config.json is 'noaux_tc'"),
+    ],
+)
+def test_what_is_not_computed_of_the_one_before_is_named(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(PlaitError, match=sentence):
+        shape_of_config({**random_deepseek_v2(1).to_dict(), **changes})

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from plait.errors import PlaitError
@@ -26,11 +27,14 @@ from plait.interop.write_weights import write_weights, written_tensors
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import training_flops_per_token
+from plait.trainer.generate import generate
 from tests.interop.random_models import LATER_NAMES, SEQUENCE, VOCABULARY, random_later_config, random_model
 from tests.interop.test_interop_peft import logits_of, random_adapter, written
 from tests.matrix import few_fast
 
 CPU = torch.device("cpu")
+ADAPTED_NAMES = [name for name in LATER_NAMES if name != "gpt_oss"]
+"""Those of dense models: experts have no adapters."""
 GUIDE = Path(__file__).parents[2] / "docs" / "guide-models.md"
 
 
@@ -61,7 +65,7 @@ def test_weights_go_back_and_are_counted(family: str, tmp_path: Path) -> None:
     assert parameter_count(base.shape) == sum(one.numel() for one in GPT(base.shape_for(SEQUENCE)).parameters())
 
 
-@pytest.mark.parametrize("family", few_fast(LATER_NAMES, "phi3", "glm4"))
+@pytest.mark.parametrize("family", few_fast(ADAPTED_NAMES, "phi3", "glm4"))
 def test_an_adapter_is_read_back(family: str, tmp_path: Path) -> None:
     base = saved(tmp_path / "base", family)
     adapter = random_adapter(base)
@@ -72,7 +76,7 @@ def test_an_adapter_is_read_back(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", LATER_NAMES)
+@pytest.mark.parametrize("family", ADAPTED_NAMES)
 def test_peft_computes_the_same(family: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     base = saved(tmp_path / "base", family)
@@ -115,6 +119,15 @@ def values_of(family: str, seed: int = 0, **changes: Any) -> dict[str, Any]:
         ("granite", {"logits_scaling": 0}, "logits_scaling in config.json is 0; it should be a number above 0"),
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, "llama_4_scaling_beta .* is None"),
         ("glm4", {"logit_scale": 0.1}, "logit_scale in config.json is 0.1"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping in config.json is 0; it should be a number"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention in config.json is True"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit in config.json is 5.0, and plait computes 7.0"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"quantized weights \(fp8\), which plait does not",
+        ),
+        ("olmo2", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantized weights \(mxfp4\), which plait does"),
         ("gemma", {"hidden_act": "relu"}, "hidden_act in config.json is 'relu', and plait computes gelu_pytorch_tanh"),
         ("gemma", {"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "around a gemma;"),
     ],
@@ -180,6 +193,50 @@ def test_multipliers_cost_nothing_and_norms_are_counted() -> None:
     assert training_flops_per_token(shape, 64, "full") == training_flops_per_token(plain, 64, "full")
     twice = replace(shape, norm_places="both")
     assert parameter_count(twice) - parameter_count(shape) == 2 * shape.layers * shape.width
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_text_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    """Token by token, from kept keys and values."""
+    theirs = random_model(random_later_config(LATER_NAMES.index(family)))
+    theirs.save_pretrained(tmp_path)
+    ours, prompt = load_model_from(read_base_model(tmp_path), SEQUENCE, CPU), [5, 8, 13]
+    with torch.no_grad():
+        text = theirs.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    wanted = text[0].tolist()
+    assert len(wanted) > 8  # it may end early, with the token that ends texts
+    assert [*prompt, *generate(ours, prompt, tokens=len(wanted) - 3, temperature=0)] == wanted
+
+
+def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
+    """MXFP4: the same model from packed numbers and from those that transformers makes of them."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 3, "vocab_size": VOCABULARY}
+    few = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    more = {"max_position_embeddings": SEQUENCE, "num_experts_per_tok": 2, "attn_implementation": "eager"}
+    theirs = random_model(CONFIG_MAPPING["gpt_oss"](**sizes, **few, **more))
+    folders = [tmp_path / "plain", tmp_path / "packed"]
+    for folder in folders:
+        theirs.save_pretrained(folder)
+    plain = load_file(folders[0] / "model.safetensors")
+    packed, draw = dict(plain), torch.Generator().manual_seed(3)
+    for name in [one for one in plain if one.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = plain[name].shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=draw).to(torch.uint8)
+        scales = torch.randint(115, 130, (experts, outputs, inputs // 32), generator=draw).to(torch.uint8)
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    for folder, tensors in zip(folders, (plain, packed), strict=True):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads((folders[1] / "config.json").read_text())
+    (folders[1] / "config.json").write_text(json.dumps({**values, "quantization_config": {"quant_method": "mxfp4"}}))
+    wanted, found = (dict(file_tensors(load_model_from(read_base_model(one), SEQUENCE, CPU))) for one in folders)
+    for name, weight in wanted.items():
+        assert torch.equal(found[name], weight), name
+    del packed["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(packed, folders[1] / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlaitError, match=r"lacks the weight model.layers.1.mlp.experts.down_proj_scales"):
+        read_base_model(folders[1])
 
 
 def test_the_guide_names_every_family() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.model.attention import Documents, attend
+from plait.model.attention import Documents, attend, attend_cached
 from plait.model.expert_blocks import block_product, blocks_by_expert, from_blocks, to_blocks
 from plait.model.masked_attention import attend_masked
 from plait.model.mixture import from_experts, grouped_product, order_by_expert, to_experts
@@ -28,6 +28,36 @@ def test_masked_attention_is_that_of_each_document(documents: str, window: int, 
     expected = attend(q, k, v, Documents(LENGTHS) if several else None, window)
     found = attend_masked(q, k, v, positions if several else None, window, scores_at_once=2 * 4 * 12 * 5)
     assert_same([expected, *gradients(expected, [q, k, v], grad)], [found, *gradients(found, [q, k, v], grad)])
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize(("cap", "sinks"), [(0.7, False), (0.0, True), (0.7, True)])
+def test_caps_and_sinks_are_what_their_formula_says(cap: float, sinks: bool, window: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 12, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    own = torch.randn(4, dtype=torch.float64, requires_grad=True) if sinks else None
+    of, grad = [q, k, v, *([] if own is None else [own])], torch.randn(2, 12, 4, 8, dtype=torch.float64)
+    result = by_formula(q, k, v, window, cap, own)
+    expected = [result, *gradients(result, of, grad)]
+    for found in (
+        attend(q, k, v, None, window, cap, own),
+        attend_masked(q, k, v, None, window, 2 * 4 * 12 * 5, cap, own),
+    ):
+        assert_same(expected, [found, *gradients(found, of, grad)])
+    last = attend_cached(q[:, -1:], k, v, window, cap, own)
+    assert_same([result[:, -1:]], [last])
+
+
+def by_formula(q: Tensor, k: Tensor, v: Tensor, window: int, cap: float, sinks: Tensor | None) -> Tensor:
+    keys, values = (one.repeat_interleave(2, dim=2).transpose(1, 2) for one in (k, v))
+    scores = q.transpose(1, 2) @ keys.mT / 8**0.5
+    scores = (scores / cap).tanh() * cap if cap else scores
+    behind = torch.arange(12).unsqueeze(1) - torch.arange(12)
+    scores = scores.masked_fill((behind < 0) | (behind >= (window or 12)), float("-inf"))
+    if sinks is None:
+        return (scores.softmax(-1) @ values).transpose(1, 2)
+    with_sinks = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(2, 4, 12, 1)], dim=-1)
+    return (with_sinks.softmax(-1)[..., :-1] @ values).transpose(1, 2)
 
 
 @pytest.mark.parametrize("nowhere", [0.0, 0.2])

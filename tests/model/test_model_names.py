@@ -37,11 +37,13 @@ def test_the_table_has_the_weights_of_the_fullest_shape_and_no_others() -> None:
     )
     after = replace(SHAPE, norm="layernorm", bias="all", norm_places="after")
     latent = LatentAttentionShape(key_value_rank=12, rope_width=4, value_width=8, query_rank=16)
+    biased = MixtureShape(experts=12, experts_per_token=2, expert_ffn=16, bias=True)
+    sunk = replace(SHAPE, attention_sinks=True, mixture=biased)
     latents = [replace(SHAPE, kv_heads=6, latent=one) for one in (latent, replace(latent, query_rank=0))]
     names = {*weight_sizes(EVERYTHING), *weight_sizes(of_experts), *kept_values(of_experts)}
     objectives = ObjectivesShape(heads=(4,), head_weights=(0.3,), ahead=1)
     beside = replace(SHAPE, norm="layernorm", bias="all", objectives=objectives)
-    names |= {name for one in (*latents, beside, after) for name in weight_sizes(one)}
+    names |= {name for one in (*latents, beside, after, sunk) for name in weight_sizes(one)}
     assert {pattern_of(name) for name in names} == set(DIMS)
 
 

@@ -40,6 +40,11 @@ FAMILIES: dict[str, ModelShape] = {
             long_factors=(2.0, 5.0),
         ),
     ),
+    "capped": replace(
+        LLAMA, kv_heads=2, head_width=16, norm_places="both", norm_weight="one plus", activation="geglu", tied=True,
+        attention_cap=0.4, logit_cap=0.8, windows=(16, 0) * 4,
+    ),
+    "sinks": replace(LLAMA, kv_heads=2, attention_sinks=True, windows=(16, 0) * 4, bias="attention", rope=YARN),
 }  # fmt: skip
 """Between them: biases, tied heads, grouped and single key/value heads, norms of queries and keys, windows, stretched
 rotary positions, tables longer than a sequence; the parts of Gemma 3, Granite, OLMo, GLM-4, Phi 3 and Ministral 3."""
@@ -66,6 +71,9 @@ EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "multiplied, copies": ("multiplied", Layout(replicate=2)),
     "partly rotated, shard × tensor": ("partly rotated", Layout(shard=2, tensor=2)),
     "partly rotated, context": ("partly rotated", Layout(context=2)),
+    "capped, context × tensor": ("capped", Layout(context=2, tensor=2)),
+    "sinks, context × tensor": ("sinks", Layout(context=2, tensor=2)),
+    "sinks, parameters": ("sinks", Layout(shard=2, shard_what="parameters", recompute="full")),
 }
 
 EACH_KIND = (

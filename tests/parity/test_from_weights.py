@@ -16,6 +16,7 @@ from plait.interop.base_model import read_base_model
 from plait.interop.config_out import config_of_shape
 from plait.layout import Layout
 from plait.model.gpt import GPT
+from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import unsharded
 from plait.recipe.load import parse_config
@@ -27,6 +28,10 @@ from tests.parity.cases import FAMILIES, YARN
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "weights"}})
 MISTRAL = replace(FAMILIES["llama"], windows=(16,) * 8, rope=YARN)
+GPT_OSS = replace(
+    FAMILIES["sinks"], activation="clamped swiglu", rope=None,
+    mixture=MixtureShape(experts=4, experts_per_token=2, expert_ffn=64, bias=True),
+)  # fmt: skip
 EVERY_DAY: dict[str, tuple[ModelShape, Layout]] = {
     "fused and transposed, tensor": (FAMILIES["gpt2"], Layout(tensor=2, replicate=2)),
     "parameters": (FAMILIES["qwen2"], Layout(shard=3, shard_what="parameters")),
@@ -38,6 +43,8 @@ LONG: dict[str, tuple[ModelShape, Layout]] = {
     "parameters × tensor": (FAMILIES["gpt2"], Layout(shard=2, tensor=2, shard_what="parameters")),
     "more ranks than heads": (FAMILIES["qwen2"], Layout(tensor=4)),
     "context × tensor": (MISTRAL, Layout(context=2, tensor=2)),
+    "experts by turns, expert × tensor": (GPT_OSS, Layout(replicate=2, expert=2, tensor=2)),
+    "experts by turns, parameters": (GPT_OSS, Layout(shard=2, shard_what="parameters")),
     "tied ends": (FAMILIES["qwen2"], Layout(pipeline=2, stage_layers=(4, 4))),
     "interleaved": (FAMILIES["gpt2"], Layout(pipeline=2, stage_layers=(2, 3, 2, 1), schedule="interleaved")),
     "zero-bubble": (FAMILIES["qwen3"], Layout(pipeline=2, stage_layers=(4, 4), schedule="zero-bubble", shard=2)),

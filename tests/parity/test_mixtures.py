@@ -35,6 +35,14 @@ KINDS: dict[str, ModelShape] = {
     "deepseek": replace(LLAMA, mixture=DEEPSEEK),
     "every loss": replace(LLAMA, mixture=EVERY_LOSS, tied=True),
     "full": replace(LLAMA, mixture=replace(EVERY_LOSS, shared_experts=1, capacity=1.25)),
+    "biases": replace(
+        LLAMA,
+        attention_sinks=True,
+        bias="attention",
+        activation="clamped swiglu",
+        windows=(16, 0) * 4,
+        mixture=replace(EVERY_LOSS, every=1, bias=True, groups=4, groups_chosen=2, group_score="best"),
+    ),
     "olmoe": replace(
         LLAMA, mixture=replace(EVERY_LOSS, every=1, normalize=False), qk_norm=True, qk_norm_width="all heads"
     ),
@@ -45,6 +53,7 @@ EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "pipeline": ("deepseek", Layout(pipeline=2, stage_layers=(2, 2), schedule="zero-bubble")),
     "expert": ("every loss", Layout(shard=2, expert=2)),
     "capacity": ("full", Layout(context=2)),
+    "biases": ("biases", Layout(tensor=2)),
 }
 LONG: tuple[Layout, ...] = (
     Layout(replicate=3),

@@ -22,8 +22,10 @@ from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.program_profiles import MEGATRON, MEGATRON_2021, SAILOR
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Orthogonalization, Workload, workload_of
+from plait.planner.step_time.step_time import estimate_step_time
 from tests.entry_tables import entries_of
 from tests.matrix import few_fast
+from tests.planner.cost_inputs import inputs
 from tests.trainer.tiny import make_tiny
 
 GPT_22B = Workload(
@@ -107,6 +109,22 @@ def test_more_tokens_hold_no_more_logits_than_a_piece_of_the_loss():
     one = GPT_22B.sequence * GPT_22B.vocabulary
     assert one < 2**27 < 4 * one
     assert some == many == few + PLAIT_PROFILE.logit_copies_bytes * (2**27 - one)
+
+
+def test_capped_scores_are_computed_in_blocks_and_their_slopes_are_held():
+    shape = explicit_shape(layers=12, width=1024, heads=16, vocabulary=32768, sequence=2048)
+    capped = replace(shape, attention_cap=50.0, logit_cap=30.0)
+    plain, blocked = (workload_of(one, sequence=2048, batch_sequences=4) for one in (shape, capped))
+    assert workload_of(replace(shape, attention_sinks=True), sequence=2048, batch_sequences=4).attention == "blocked"
+    before, after = (
+        estimate_memory(one, Candidates.from_rows([{"micro_sequences": 1}]), PLAIT_PROFILE) for one in (plain, blocked)
+    )
+    assert after.activations[0] == before.activations[0] + 16 * 2**24
+    assert after.logits[0] == before.logits[0] + 8 * 2048 * 32768
+    times = [
+        estimate_step_time(inputs(one, A100, Candidates.from_rows([{}]), PLAIT_PROFILE)) for one in (plain, blocked)
+    ]
+    assert times[0].scores[0] < times[1].scores[0] and times[0].products[0] == times[1].products[0]
 
 
 def test_a_pipeline_keeps_as_many_micro_batches_as_it_has_stages_at_most():

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from plait.parallel.sharded_model import WholeVocabulary
 from plait.report.memory import LiveTensorPeak
 from plait.trainer.loss import even_pieces, sum_of_losses
-from plait.trainer.score_passes import IGNORED, FusedPasses, InPlacePasses, ScorePasses, score_passes
+from plait.trainer.score_passes import IGNORED, CappedPasses, FusedPasses, InPlacePasses, ScorePasses, score_passes
 from plait.trainer.step import make_loss
 
 TOKENS, WIDTH, VOCABULARY = 700, 8, 8192
@@ -206,3 +206,16 @@ def test_the_vocabulary_over_ranks_is_asked_alike_by_both() -> None:
 
 def test_the_plan_s_compiling_chooses_the_passes() -> None:
     assert isinstance(score_passes("off"), InPlacePasses) and isinstance(score_passes("blocks"), FusedPasses)
+
+
+@pytest.mark.parametrize("passes", [InPlacePasses(), FusedPasses(uncompiled)], ids=["in place", "fused"])
+def test_capped_scores_lose_what_torch_says(passes: ScorePasses) -> None:
+    hidden, head, targets = made(torch.float64)
+    capped = 2.0 * (hidden @ head.T / 2.0).tanh()
+    expected = F.cross_entropy(capped, targets, ignore_index=IGNORED, reduction="sum")
+    found = sum_of_losses(hidden, head, targets, passes=CappedPasses(2.0, passes))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    both = [torch.autograd.grad(one, (hidden, head)) for one in (found, expected)]
+    for own, theirs in zip(*both, strict=True):
+        torch.testing.assert_close(own, theirs, rtol=1e-9, atol=1e-10)
+    assert isinstance(score_passes("off", 2.0), CappedPasses)

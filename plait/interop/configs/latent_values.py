@@ -1,11 +1,12 @@
-"""DeepSeek-V3 in config.json, read and written: latent attention and its experts."""
+"""DeepSeek-V2 and V3 in config.json, read and written: latent attention and its experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from plait.errors import PlaitError
-from plait.interop.configs.parts import ConfigPart, layers_of
+from plait.interop.configs.parts import ConfigPart, Fields, layers_of
 from plait.interop.configs.rope_values import RopeRules, rope_of_config
 from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of, require
 from plait.model.parts.latent_attention import LatentAttentionShape
@@ -32,11 +33,11 @@ def latent_of_config(values: ConfigValues, rope: ConfigValues) -> LatentAttentio
     )
 
 
-def deepseek_mixture(values: ConfigValues, layers: int) -> MixtureShape | None:
-    """The experts of a model; None if all its layers are dense. Raises PlaitError for what plait does not compute."""
-    require(values, "scoring_func", ("sigmoid", None))
-    require(values, "topk_method", ("noaux_tc", None))
+def _mixture(values: ConfigValues, own: Fields) -> MixtureShape | None:
+    """The experts of a model, with the fields in `own` set by its family; None if all its layers are dense. Raises
+    PlaitError for what plait does not compute."""
     require(values, "moe_layer_freq", (1, None))
+    layers = layers_of(values)
     dense, shared = values["first_k_dense_replace"], values["n_shared_experts"]
     if type(dense) is not int or dense < 0:
         raise PlaitError(f"first_k_dense_replace in config.json is {dense!r:.40}; it should be a number of layers")
@@ -50,17 +51,42 @@ def deepseek_mixture(values: ConfigValues, layers: int) -> MixtureShape | None:
         expert_ffn=count_of(values, "moe_intermediate_size"),
         shared_experts=shared,
         dense_layers=dense,
-        groups=count_of(values, "n_group"),
-        groups_chosen=count_of(values, "topk_group"),
-        router="sigmoid",
         scale=number_of(values, "routed_scaling_factor"),
-        normalize=flag_of(values, "norm_topk_prob"),
-        balance=("bias",),
+        **own,
     )
 
 
-def latent_values(shape: ModelShape) -> dict[str, Any]:
-    """The keys of config.json for a shape's latent attention and its experts; empty if it has no latent attention."""
+def _v3_mixture(values: ConfigValues) -> MixtureShape | None:
+    require(values, "scoring_func", ("sigmoid", None))
+    require(values, "topk_method", ("noaux_tc", None))
+    own = {
+        "groups": count_of(values, "n_group"),
+        "groups_chosen": count_of(values, "topk_group"),
+        "router": "sigmoid",
+        "normalize": flag_of(values, "norm_topk_prob"),
+        "balance": ("bias",),
+    }
+    return _mixture(values, own)
+
+
+_GREEDY, _IN_GROUPS = "greedy", "group_limited_greedy"
+
+
+def _v2_mixture(values: ConfigValues) -> MixtureShape | None:
+    require(values, "scoring_func", ("softmax", None))
+    require(values, "topk_method", (_GREEDY, _IN_GROUPS))
+    require(values, "norm_topk_prob", (False, None))  # transformers divides by no sum, whatever it says
+    require(values, "mlp_bias", (False,))
+    own: dict[str, Any] = {"router": "softmax", "normalize": False}
+    if values.get("topk_method") == _IN_GROUPS and count_of(values, "n_group") > 1:
+        own |= {"groups": count_of(values, "n_group"), "groups_chosen": count_of(values, "topk_group")}
+        own["group_score"] = "best"
+    return _mixture(values, own)
+
+
+def _latent_values(shape: ModelShape, own: Callable[[MixtureShape], dict[str, Any]]) -> dict[str, Any]:
+    """The keys of config.json for a shape's latent attention and its experts; empty if it has no latent
+    attention. `own` are the family's keys for experts."""
     latent, mixture = shape.latent, shape.mixture
     if latent is None:
         return {}
@@ -85,31 +111,54 @@ def latent_values(shape: ModelShape) -> dict[str, Any]:
         "num_experts_per_tok": mixture.experts_per_token,
         "moe_intermediate_size": mixture.expert_ffn,
         "n_shared_experts": mixture.shared_experts,
+        "routed_scaling_factor": mixture.scale,
+        "moe_layer_freq": 1,
+        **own(mixture),
+    }
+
+
+def _v3_values(mixture: MixtureShape) -> dict[str, Any]:
+    return {
         "n_group": mixture.groups,
         "topk_group": mixture.groups_chosen,
-        "routed_scaling_factor": mixture.scale,
         "norm_topk_prob": mixture.normalize,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
+    }
+
+
+def _v2_values(mixture: MixtureShape) -> dict[str, Any]:
+    return {
+        "n_group": mixture.groups,
+        "topk_group": mixture.groups_chosen,
+        "norm_topk_prob": False,
+        "scoring_func": "softmax",
+        "topk_method": _IN_GROUPS if mixture.groups > 1 else _GREEDY,
     }
 
 
 LATENT_KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def _read(values: ConfigValues) -> dict[str, Any]:
-    _, scaling, rope = rope_of_config(values, RopeRules(kinds=LATENT_KINDS))
-    return {
-        "head_width": count_of(values, "qk_nope_head_dim"),
-        "latent": latent_of_config(values, rope if scaling else {}),
-        "mixture": deepseek_mixture(values, layers_of(values)),
-    }
+def _latent_and_experts(
+    mixture_of: Callable[[ConfigValues], MixtureShape | None], own: Callable[[MixtureShape], dict[str, Any]]
+) -> ConfigPart:
+    def read(values: ConfigValues) -> dict[str, Any]:
+        _, scaling, rope = rope_of_config(values, RopeRules(kinds=LATENT_KINDS))
+        return {
+            "head_width": count_of(values, "qk_nope_head_dim"),
+            "latent": latent_of_config(values, rope if scaling else {}),
+            "mixture": mixture_of(values),
+        }
+
+    return ConfigPart(
+        keys=("attention_bias", "rope_interleave", "head_dim", "n_routed_experts", "moe_intermediate_size"),
+        read=read,
+        write=lambda shape: _latent_values(shape, own),
+    )
 
 
-LATENT_AND_EXPERTS = ConfigPart(
-    keys=("attention_bias", "rope_interleave", "head_dim", "n_routed_experts", "moe_intermediate_size"),
-    read=_read,
-    write=latent_values,
-)
+V3_LATENT_AND_EXPERTS = _latent_and_experts(_v3_mixture, _v3_values)
 """DeepSeek-V3's attention and experts."""
+V2_LATENT_AND_EXPERTS = _latent_and_experts(_v2_mixture, _v2_values)
+"""DeepSeek-V2's, chosen by the largest probabilities, whose groups are chosen by their best expert alone."""

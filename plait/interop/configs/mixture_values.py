@@ -11,10 +11,10 @@ from plait.model.parts.mixture import MixtureShape
 from plait.model.shape import ModelShape
 
 
-def experts(number: str, *, width: str, normalizes: str = "", sparse: str = "all") -> ConfigPart:
+def experts(number: str, *, width: str, normalizes: str = "", sparse: str = "all", biased: bool = False) -> ConfigPart:
     """Softmax experts: the keys for their number, for their width, and for whether a token's weights add up to 1
     (without a key, they do). `sparse` "listed": decoder_sparse_step and mlp_only_layers name the layers with
-    experts."""
+    experts. `biased`: the router and the experts have biases."""
 
     def read(values: ConfigValues) -> dict[str, Any]:
         require(values, "clip_qkv", (None,))
@@ -26,6 +26,7 @@ def experts(number: str, *, width: str, normalizes: str = "", sparse: str = "all
             experts_per_token=count_of(values, "num_experts_per_tok"),
             expert_ffn=count_of(values, width),
             router="softmax",
+            bias=biased,
             normalize=flag_of(values, normalizes) if normalizes else True,
             dense_layers=dense,
             every=every,

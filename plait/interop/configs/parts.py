@@ -66,6 +66,15 @@ def number(key: str, field: str) -> ConfigPart:
     )
 
 
+def cap(key: str, field: str) -> ConfigPart:
+    """A cap of scores: a number above 0, or null for none."""
+    return ConfigPart(
+        keys=(key,),
+        read=lambda values: {field: 0.0 if values.get(key) is None else number_of(values, key)},
+        write=lambda shape: {key: getattr(shape, field) or None},
+    )
+
+
 def flag_part(key: str, field: str) -> ConfigPart:
     """True or false; false by default."""
     return ConfigPart(
@@ -164,6 +173,20 @@ def biases(*, attention: str = "", of_attention: Bias = "attention", feedforward
         return {key: value for key, value in said.items() if key}
 
     return ConfigPart(keys=tuple(key for key in (attention, feedforward) if key), read=read, write=write)
+
+
+def _heads_divide_width(values: ConfigValues) -> Fields:
+    width, heads = count_of(values, "hidden_size"), count_of(values, "num_attention_heads")
+    if width % heads:
+        raise PlaitError(
+            f"config.json has {heads} heads, which do not divide its width {width}; transformers makes no model of "
+            "this family of it: take the config.json of these weights"
+        )
+    return {}
+
+
+HEADS_DIVIDE_WIDTH = ConfigPart(keys=(), read=_heads_divide_width, write=lambda shape: {})
+"""What some of transformers' classes require, whatever the width of a head is."""
 
 
 def query_scalar() -> ConfigPart:

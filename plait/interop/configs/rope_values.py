@@ -32,6 +32,8 @@ class RopeRules:
     """partial_rotary_factor if config.json has none; 0: the family rotates whole heads only."""
     grows: bool = False
     """Whether queries grow with the position (llama_4_scaling_beta)."""
+    table: Mapping[str, Any] | None = None
+    """rope_parameters where config.json has none; None: positions are not stretched there."""
 
 
 def rotary(own: RopeRules) -> ConfigPart:
@@ -150,6 +152,8 @@ def rope_of_config(values: ConfigValues, rules: RopeRules) -> tuple[float, RopeS
     `rope_scaling` and `rope_theta` (4). Raises PlaitError for what plait does not compute, and for tables that
     disagree."""
     newer, older = (_table(values, key, rules.renamed or {}) for key in ("rope_parameters", "rope_scaling"))
+    if rules.table is not None and values.get("rope_parameters") is None and not older:
+        newer = dict(rules.table)
     rope = older or newer  # as in transformers, which drops rope_parameters if there is a rope_scaling, too
     theta = _theta(values, rope, rules.theta)
     if older and newer:

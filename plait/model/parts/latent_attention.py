@@ -110,6 +110,8 @@ def check_latent_in(shape: Any) -> None:
         "norms of queries and keys": shape.qk_norm,
         "scores divided by a layer's number": shape.attention_scale != "head",
         "adapter (LoRA)": shape.adapter is not None,
+        "capped scores": shape.attention_cap > 0,
+        "sinks": shape.attention_sinks,
     }
     for what, is_there in refused.items():
         if is_there:

@@ -11,6 +11,7 @@ from plait.errors import PlaitError
 
 RouterScore = Literal["sigmoid", "softmax"]
 BalanceRule = Literal["bias", "sequence", "global", "switch"]
+GroupScore = Literal["two best", "best"]
 MOST_EXPERTS = 100_000
 """Most experts of a layer; the largest published models have some thousands."""
 USUAL_EXPERTS_PER_TOKEN = 2
@@ -40,10 +41,14 @@ class MixtureShape:
     plain_layers: tuple[int, ...] = ()
     """Further layers without experts, in order (Qwen3-MoE's mlp_only_layers); no recipe has a key for them."""
     groups: int = 1
-    """Equal groups of experts, of which `groups_chosen` are open to a token: those whose two best scores add up to
-    most (DeepSeek-V3's node limit)."""
+    """Equal groups of experts, of which `groups_chosen` are open to a token (DeepSeek's node limit)."""
     groups_chosen: int = 1
+    group_score: GroupScore = "two best"
+    """What groups are chosen by: the sum of their two best scores, or the best one (DeepSeek-V2); no recipe has a key
+    for it."""
     router: RouterScore = "softmax"
+    bias: bool = False
+    """Whether the router and the experts' matrices add biases (gpt-oss); no recipe has a key for it."""
     scale: float = 1.0
     """Factor of the weights by which experts' results are added."""
     normalize: bool = True
@@ -66,6 +71,7 @@ class MixtureShape:
         _check_groups(self)
         _check_balance(self)
         _check_among("router", self.router, get_args(RouterScore))
+        _check_among("group_score", self.group_score, get_args(GroupScore))
         for name, value in (("router_scale", self.scale), ("expert_balance_rate", self.balance_rate)):
             if not 0 < value < 1e6:
                 raise PlaitError(f"model.{name} is {value}; choose a number above 0")
@@ -98,6 +104,12 @@ class MixtureShape:
         return is_regular and layer not in self.plain_layers
 
 
+LATER_MIXTURE_FIELDS: Mapping[str, object] = {
+    "plain_layers": (),
+    "group_score": "two best",
+    "bias": False,
+}
+"""Fields that checkpoints of earlier versions lack, written only where they have another value than this."""
 RECIPE_NAMES: Mapping[str, str] = {
     "experts": "experts",
     "experts_per_token": "experts_per_token",
@@ -152,9 +164,10 @@ def mixture_from(values: Mapping[str, Any]) -> MixtureShape:
 def mixture_weights(mixture: MixtureShape, matrices: Sequence[str]) -> list[str]:
     """Names of a layer's weights in place of those of a plain feed-forward part with these matrices."""
     experts = [f"experts.{number}" for number in range(mixture.experts)] + ["shared"] * (mixture.shared_experts > 0)
+    kinds = ("weight", "bias") if mixture.bias else ("weight",)
     return [
-        "feedforward.router.weight",
-        *(f"feedforward.{expert}.{matrix}.weight" for expert in experts for matrix in matrices),
+        *(f"feedforward.router.{kind}" for kind in kinds),
+        *(f"feedforward.{expert}.{matrix}.{kind}" for expert in experts for matrix in matrices for kind in kinds),
     ]
 
 
@@ -167,6 +180,8 @@ def check_mixture_in(mixture: MixtureShape, layers: int, biased: Collection[str]
         )
     if "feedforward" in biased:
         raise PlaitError('experts have no biases; choose model.bias = "none", "qkv" or "attention"')
+    if mixture.bias and mixture.shared_experts:
+        raise PlaitError("experts with biases go with no shared experts; take out either")
     if adapter is not None:
         raise PlaitError("adapters beside experts are not there yet; tune the whole model, or one without experts")
 
@@ -215,7 +230,7 @@ def _check_groups(mixture: MixtureShape) -> None:
             f"model.expert_groups = {mixture.groups} does not divide {mixture.experts} experts; choose one of {fitting}"
         )
     each = mixture.experts // mixture.groups
-    if mixture.groups > 1 and each < 2:
+    if mixture.groups > 1 and each < 2 and mixture.group_score == "two best":
         raise PlaitError(
             f"model.expert_groups = {mixture.groups} leaves one expert to a group, and a group is chosen by its two "
             f"best; choose at most {mixture.experts // 2}"

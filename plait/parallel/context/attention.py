@@ -69,12 +69,19 @@ class ContextAttend:
         self._last: dict[int, tuple[tuple[object, ...], ContextCut]] = {}
 
     def __call__(
-        self, q_bthd: Tensor, k_btkd: Tensor, v_btkd: Tensor, documents: Documents | None, window: int = 0
+        self,
+        q_bthd: Tensor,
+        k_btkd: Tensor,
+        v_btkd: Tensor,
+        documents: Documents | None,
+        window: int = 0,
+        cap: float = 0.0,
+        sinks_h: Tensor | None = None,
     ) -> Tensor:
         kind = q_bthd.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_bthd.dtype
         q, k, v = (x.to(dtype) for x in (q_bthd, k_btkd, v_btkd))
-        mixed = _Attend.apply(q, k, v, self._cut(q_bthd, documents, window), self.exchange)
+        mixed = _Attend.apply(q, k, v, sinks_h, self._cut(q_bthd, documents, window), cap, self.exchange)
         assert isinstance(mixed, Tensor)
         return mixed
 
@@ -93,8 +100,17 @@ class ContextAttend:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cut: ContextCut, exchange: Exchange) -> Tensor:
-        kernel = kernel_for(q, cut.window if cut.has_bands else 0)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_h: Tensor | None,
+        cut: ContextCut,
+        cap: float,
+        exchange: Exchange,
+    ) -> Tensor:
+        kernel = kernel_for(q, cut.window if cut.has_bands else 0, cap)
         gathering = exchange.gather(k, v) if cut.crosses else None
         outcome = kernel.segments_forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cut.runs)
         out, total = (x.unflatten(0, q.shape[:2]) for x in outcome)
@@ -103,16 +119,18 @@ class _Attend(torch.autograd.Function):
             for one in cut.rectangles:
                 piece = kernel.forward(_queries(q, one), _keys(keys, one), _keys(values, one), one.mask)
                 merge_results((_queries(out, one), _queries(total, one)), piece)
-        ctx.save_for_backward(q, k, v, out, total)
-        ctx.cut, ctx.exchange = cut, exchange
+        if sinks_h is not None:  # one more piece, whose value is zero
+            merge_results((out, total), (out.new_zeros(()).expand_as(out), sinks_h.to(total.dtype).expand_as(total)))
+        ctx.save_for_backward(q, k, v, out, total, sinks_h)
+        ctx.cut, ctx.cap, ctx.exchange = cut, cap, exchange
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
-        (grad,), (q, k, v, out, total) = grads, ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad,), (q, k, v, out, total, sinks_h) = grads, ctx.saved_tensors
         cut = ctx.cut
-        kernel = kernel_for(q, cut.window if cut.has_bands else 0)
+        kernel = kernel_for(q, cut.window if cut.has_bands else 0, ctx.cap)
         gathering = ctx.exchange.gather(k, v) if cut.crosses else None
         flat = tuple(x.flatten(0, 1) for x in (grad, q, k, v, out, total))
         squares = kernel.segments_backward(flat, cut.runs)
@@ -124,7 +142,15 @@ class _Attend(torch.autograd.Function):
                 _rectangle_backward(kernel, one, (grad, q, keys, values, out, total), (grad_q, *grads_kv))
             del gathering, keys, values
             ctx.exchange.add_home(grads_kv, grad_k, grad_v)
-        return grad_q, grad_k, grad_v, None, None
+        return grad_q, grad_k, grad_v, _sinks_gradient(grad, out, total, sinks_h), None, None, None
+
+
+def _sinks_gradient(grad: Tensor, out: Tensor, total: Tensor, sinks_h: Tensor | None) -> Tensor | None:
+    """What the sinks' shares of this rank's queries give: a sink's value is zero, and all others' results shrink."""
+    if sinks_h is None:
+        return None
+    inner_bth = (grad * out).sum(-1).to(total.dtype)
+    return -((sinks_h.to(total.dtype) - total).exp() * inner_bth).sum((0, 1)).to(sinks_h.dtype)
 
 
 def _rectangle_backward(kernel: Kernel, one: Rectangle, tensors: tuple[Tensor, ...], sums: tuple[Tensor, ...]) -> None:

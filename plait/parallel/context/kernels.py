@@ -42,11 +42,11 @@ class Kernel:
     segments_backward: Callable[[tuple[Tensor, ...], SegmentRuns], Grads]
 
 
-def kernel_for(q: Tensor, window: int = 0) -> Kernel:
+def kernel_for(q: Tensor, window: int = 0, cap: float = 0.0) -> Kernel:
     """The fastest kernel for queries of this device, type and head width. With a `window`, which segments and
-    rectangles reach beyond, it is that of plain products."""
-    if window:
-        return blocked_kernel(window=window)
+    rectangles reach beyond, or capped scores, it is that of plain products."""
+    if window or cap:
+        return blocked_kernel(window=window, cap=cap)
     if q.device.type == "cpu":
         return _in_runs(_cpu_forward, _cpu_backward)
     if suits_flash_kernels(q) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
@@ -59,10 +59,11 @@ def kernel_for(q: Tensor, window: int = 0) -> Kernel:
     return blocked_kernel()
 
 
-def blocked_kernel(scores_at_once: int = 2**25, window: int = 0) -> Kernel:
+def blocked_kernel(scores_at_once: int = 2**25, window: int = 0, cap: float = 0.0) -> Kernel:
     """Plain products for every device and type, a fixed number of scores at a time: memory does not grow with t × s.
     In segments a query sees `window` keys at most, where that is not 0."""
-    return _in_runs(partial(blocked_forward, scores_at_once), partial(blocked_backward, scores_at_once), window)
+    forward, backward = partial(blocked_forward, scores_at_once), partial(blocked_backward, scores_at_once)
+    return _in_runs(partial(forward, cap=cap), partial(backward, cap=cap), window)
 
 
 def merge_results(outcome: AttentionResult, piece: AttentionResult) -> None:
@@ -199,20 +200,22 @@ AttentionResult = tuple[Tensor, Tensor]
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-def blocked_forward(scores_at_once: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> AttentionResult:
+def blocked_forward(
+    scores_at_once: int, q: Tensor, k: Tensor, v: Tensor, mask: Mask, cap: float = 0.0
+) -> AttentionResult:
     """The output and logsumexp of queries over the keys that the mask lets them see; each must see one."""
     out = torch.empty_like(q)
     total = torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for block, seen in _blocks(scores_at_once, q, k, mask):
         some = q[:, block]
-        scores = _scores(some, k[:, seen], (block, seen), mask)
+        scores = _scores(some, k[:, seen], (block, seen), mask, cap)
         sums = scores.logsumexp(-1, keepdim=True)
         mixed = scores.sub_(sums).exp_().to(v.dtype) @ v[:, seen].transpose(1, 2)
         out[:, block], total[:, block] = _ungrouped(mixed, some), _ungrouped(sums, some).squeeze(-1)
     return out, total
 
 
-def blocked_backward(scores_at_once: int, tensors: tuple[Tensor, ...], mask: Mask) -> Grads:
+def blocked_backward(scores_at_once: int, tensors: tuple[Tensor, ...], mask: Mask, cap: float = 0.0) -> Grads:
     """The gradients of q, k and v from grad_bthd, q, k, v and the whole's output and logsumexp."""
     grad, q, k, v, out, total = tensors
     kv_heads = k.shape[2]
@@ -222,9 +225,13 @@ def blocked_backward(scores_at_once: int, tensors: tuple[Tensor, ...], mask: Mas
         grad_out = _grouped(grad[:, block], kv_heads)
         inner = (grad[:, block] * out[:, block]).sum(-1, keepdim=True).to(total.dtype)
         sums = _grouped(total[:, block].unsqueeze(-1), kv_heads)
-        shares = _scores(some, k[:, seen], (block, seen), mask).sub_(sums).exp_()
+        scores = _scores(some, k[:, seen], (block, seen), mask, cap)
+        # Of hidden keys, whose scores are -inf, the share is 0 whatever the slope.
+        slopes = 1 - (scores.clamp(min=-cap) / cap).square() if cap else None
+        shares = scores.sub_(sums).exp_()
         grad_v[:, seen] += (shares.to(v.dtype).mT @ grad_out).transpose(1, 2)
         grad_scores = shares.mul_((grad_out @ values.mT).to(total.dtype) - _grouped(inner, kv_heads))
+        grad_scores = grad_scores if slopes is None else grad_scores.mul_(slopes)
         grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
         grad_q[:, block] = _ungrouped(grad_scores @ keys, some)
         grad_k[:, seen] += (grad_scores.mT @ _grouped(some, kv_heads)).transpose(1, 2)
@@ -243,10 +250,12 @@ def _blocks(scores_at_once: int, q: Tensor, k: Tensor, mask: Mask) -> Iterator[t
             yield slice(first, end), slice(0, end if mask == "causal" else keys)
 
 
-def _scores(q_bthd: Tensor, k_bskd: Tensor, places: tuple[slice, slice], mask: Mask) -> Tensor:
-    """Attention scores [b, k, g × t, s] of the queries and keys at these places, in float32 at least."""
+def _scores(q_bthd: Tensor, k_bskd: Tensor, places: tuple[slice, slice], mask: Mask, cap: float) -> Tensor:
+    """Attention scores [b, k, g × t, s] of the queries and keys at these places, in float32 at least; capped where
+    `cap` is not 0."""
     scores = _grouped(q_bthd, k_bskd.shape[2]) @ k_bskd.permute(0, 2, 3, 1)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(q_bthd.shape[-1] ** -0.5)
+    scores = scores.div_(cap).tanh_().mul_(cap) if cap else scores
     if mask != "none":
         queries, keys = (torch.arange(some.start, some.stop, device=scores.device) for some in places)
         ahead = keys - queries.unsqueeze(1)

@@ -20,7 +20,7 @@ def kept_and_repeated(w: Workload, c: Candidates, profile: SoftwareProfile) -> t
     cores = scores_held(w, c, profile)
     full = c.recompute == RECOMPUTE_MODES.index("full")
     selective = c.recompute == RECOMPUTE_MODES.index("selective")
-    kept = profile.selective_kept * (1 - profile.other.offloaded) if w.attention == "flash" else 1.0
+    kept = profile.selective_kept * (1 - profile.other.offloaded) if w.attention != "unfused" else 1.0
     thinned = (whole - cores) * kept
     each = np.where(full, edge, np.where(selective, thinned, whole))
     return each, np.where(full, whole, 0.0) + np.where(selective, whole - each, 0.0)
@@ -79,3 +79,16 @@ def scores_held(w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
     heads = w.heads / c.tensor
     each = 2.0 * w.element_bytes + 1 if profile.other.drops_scores else float(w.element_bytes)
     return tokens * heads * (each * w.sequence if w.attention == "unfused" else 4.0)
+
+
+UNFUSED_SCORES, HOST_UNFUSED_SCORES = 2**24, 2**21
+"""Scores of a block on GPUs and on processors (model/attention.py)."""
+BLOCK_NUMBER_BYTES = 16
+"""Bytes for each score of a block: scores, shares, slopes and their gradients in float32."""
+
+
+def block_bytes(w: Workload, c: Candidates, scores_at_once: int) -> Reals:
+    """Bytes of the scores that are there at a time where attention is computed in blocks (model/masked_attention.py);
+    else 0."""
+    scores = local_tokens(w, c) * w.heads / c.tensor * w.sequence
+    return BLOCK_NUMBER_BYTES * np.minimum(scores, scores_at_once) * (w.attention == "blocked")

@@ -9,7 +9,12 @@ from typing import Literal
 import numpy as np
 
 from plait.planner.calibration.constants import constant
-from plait.planner.memory.activations import kept_and_repeated, split_activations
+from plait.planner.memory.activations import (
+    UNFUSED_SCORES,
+    block_bytes,
+    kept_and_repeated,
+    split_activations,
+)
 from plait.planner.memory.rank_loads import LOADS, grouped_loads
 from plait.planner.memory.traced_peak import (
     MEMORY_ITEMS,
@@ -33,6 +38,8 @@ from plait.planner.problem.trained_weights import (
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens, shard_group_size
 
+CAPPED_LOGIT_BYTES = 8
+"""Bytes for each capped score of a vocabulary entry: the score and its slope in float32 (trainer/score_passes.py)."""
 ALLOCATOR_RESERVE = constant("allocator_reserve")
 READING_BYTES = 6
 """Bytes per number of a quantized matrix beside the matrix that is made of it: codes as indices, and what they stand
@@ -178,9 +185,9 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
         ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (adapters if w.is_frozen else held),
         ("activations", "split"): split_activations(w, c),
-        ("activations", "once"): again + (number + READING_BYTES) * largest,
+        ("activations", "once"): again + (number + READING_BYTES) * largest + block_bytes(w, c, UNFUSED_SCORES),
         ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
-        * profile.logit_copies_bytes
+        * (profile.logit_copies_bytes + CAPPED_LOGIT_BYTES * w.capped_logits)
         + _head_copies(w, profile) * table,
         ("fixed", "once"): profile.fixed_bytes + np.where(rule > 0, profile.other.bucket_bytes, 0.0),
     }

@@ -21,14 +21,15 @@ MESSAGES_AT_ONCE = 4
 """Largest number of receive buffers posted in advance, and of own results kept until they are sent
 (parallel/pipeline_links.py)."""
 
-WalkedItem = Literal["gradients", "activations", "logits", "buffers"]
+WalkedItem = Literal["gradients", "activations", "logits", "buffers", "gathered"]
 """Items of memory. gradients: those in tensors of their own; activations: tensors kept for the backward pass; logits:
-those of the loss, and the gradients that it computes; buffers: messages in flight and temporary tensors."""
+those of the loss, and the gradients that it computes; buffers: messages in flight and temporary tensors; gathered:
+sharded weights of layers, gathered whole."""
 TensorSize = Literal[
     "stream", "product", "gathered", "wide", "layer", "turned", "forward", "backward", "scores", "loss_copies",
-    "rounded_once", "table", "widest", "fresh_layer", "layer_gradients", "table_gradients",
+    "rounded_once", "table", "widest", "fresh_layer", "layer_gradients", "table_gradients", "gathered_weights",
 ]  # fmt: skip
-WALKED_ITEMS: tuple[WalkedItem, ...] = ("gradients", "activations", "logits", "buffers")
+WALKED_ITEMS: tuple[WalkedItem, ...] = ("gradients", "activations", "logits", "buffers", "gathered")
 TENSOR_SIZES: tuple[TensorSize, ...] = TensorSize.__args__  # type: ignore[attr-defined]
 HeldTensors = defaultdict[tuple[WalkedItem, TensorSize], float]
 HeldBeside = Mapping[tuple[WalkedItem, TensorSize], float]
@@ -49,6 +50,8 @@ class PipelineStages:
     """For each stage its heads in the middle, each by the layers of the stage behind it; empty: there are none."""
     ahead: int = 0
     """Depths of prediction ahead, on the last stage."""
+    gathered: float = 0.0
+    """Layers whose sharded weights are gathered at a time."""
 
     @property
     def last(self) -> int:
@@ -122,8 +125,14 @@ class _Walk:
                 ("logits", "loss_copies"): 1,
                 ("buffers", "stream"): 1,
                 ("buffers", "gathered"): 1,
+                ("gathered", "gathered_weights"): -self._freed_after_forward,
             }
         )
+
+    @property
+    def _freed_after_forward(self) -> float:
+        """Gathered layers that are freed before the loss: a pipeline keeps them from micro-batch to micro-batch."""
+        return self._stages.gathered if self._stages.last == 0 else 0.0
 
     def backward(self, action: Action) -> None:
         """Backward pass of a stage; in a split backward pass, without the gradients of the weights."""
@@ -201,6 +210,7 @@ class _Walk:
     def _record_moment(self, beside: HeldBeside) -> None:
         """Record a moment with these temporary tensors besides those that are kept."""
         moment = defaultdict(float, self._now)
+        moment["gathered", "gathered_weights"] += self._stages.gathered
         moment["buffers", "stream"] += self._sent + min(MESSAGES_AT_ONCE, self._to_come)
         for place, count in beside.items():
             moment[place] += count

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from plait.planner.memory.activations import HOST_UNFUSED_SCORES, block_bytes
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Candidates, Counts, Reals
 from plait.planner.problem.trained_weights import adapter_parameters, dequantized_parameters, local_target_sizes
 from plait.planner.problem.workload import Workload
@@ -103,7 +103,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     # A norm's result is in memory beside its rounded copy as long as the products run.
     unrounded = every / t if narrow else 0.0
     _, largest = dequantized_parameters(w, c)
-    read = w.element_bytes * largest
+    read = w.element_bytes * largest + block_bytes(w, c, HOST_UNFUSED_SCORES)
     return TensorSizes(
         stream=stream,
         product=product,
@@ -118,7 +118,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         + read,
         backward=stream + gathered + wide_kept / 2 * wide + recomputed + rounded - layer + product * narrow + read,
         scores=_scores(w, t, local_tokens(w, c)),
-        loss_copies=(product + _head_copies(w, own, fully)) * narrow,
+        loss_copies=(product + _head_copies(own)) * narrow,
         rounded_once=np.where(none, 0.0, rounded),
         **own,
     )
@@ -164,11 +164,10 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     }
 
 
-def _head_copies(w: Workload, own: Mapping[str, Reals], fully: NDArray[np.bool_]) -> Reals:
+def _head_copies(own: Mapping[str, Reals]) -> Reals:
     """Bytes of the head's rounded copy, unless it is kept so, and where it learns of the rounded gradient of a
     piece."""
-    rounded = own["head_weights"] - own["table_weights"] / 2
-    return np.where(fully & w.is_frozen, 0.0, rounded) + own["table"] / 2
+    return own["head_weights"] - own["table_weights"] / 2 + own["table"] / 2
 
 
 def _scores(w: Workload, t: Counts, tokens: Reals) -> Reals:
@@ -179,4 +178,4 @@ def _scores(w: Workload, t: Counts, tokens: Reals) -> Reals:
     entries = w.vocabulary / t
     pieces = np.ceil(tokens / np.maximum(1.0, LOGITS_AT_ONCE // entries))
     narrow = w.element_bytes if w.element_bytes < FLOAT32_BYTES else 0
-    return (FLOAT32_BYTES + narrow) * entries * np.ceil(tokens / pieces)
+    return (FLOAT32_BYTES * (1 + w.capped_logits) + narrow) * entries * np.ceil(tokens / pieces)

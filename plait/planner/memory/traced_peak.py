@@ -137,18 +137,22 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully and not w.is_frozen
     keeps_ends = keeps_ends and not w.heads_after
     each = stages_of(w, pipeline * virtual, c.layer_split)
+    layers_of = (*each[:-1], each[-1] + w.layers_and_depths - w.layers)
+    layers = sum(layers_of[rank::pipeline])
+    # A pipeline would gather for each micro-batch.
+    gathered = min(LAYERS_GATHERED_AT_ONCE, layers) if pipeline == 1 else layers
     stages = PipelineStages(
-        layers=(*each[:-1], each[-1] + w.layers_and_depths - w.layers),
+        layers=layers_of,
         tied=w.tied,
         flat_layers=flat,
         flat_tables=flat or (unreplicated_tied_ends and not keeps_ends),
         middle_heads=layers_behind_heads(w, each) if w.heads_after else (),
         ahead=w.predict_ahead,
+        gathered=gathered * fully,
     )
     schedule, micros = SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
     beyond = micro_batches_per_step(w, c) / micros if schedule == "gpipe" and micros == GPIPE_MICROS_WALKED else 1.0
-    layers = sum(stages.layers[rank::pipeline])
     own_stages = range(rank, pipeline * virtual, pipeline)
     n_tables = head_places(w, each, pipeline).tables[rank]
     has_head = stages.last in own_stages and not (w.tied and 0 in own_stages)
@@ -160,9 +164,6 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     in_buckets = stages.flat_layers * layers * p.layer_trained + stages.flat_tables * learning_tables
     if fully:  # torch sums over `shard`, flat buckets over those who keep the same part
         in_buckets = np.where(c.weight_copies > c.shard, own, 0.0)
-    gathered = (
-        min(LAYERS_GATHERED_AT_ONCE, layers) if pipeline == 1 else layers
-    )  # a pipeline would gather for each micro-batch
     kept, travelling = np.zeros(len(c)), np.zeros(len(c))
     if unreplicated_tied_ends and keeps_ends and rank in (0, pipeline - 1):
         # The last one keeps the table, and each holds what rows travel.
@@ -175,7 +176,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         "parameters": weights / c.shard if fully else weights,
         "gradients": held[0] + in_buckets + received + travelling,
         "optimizer": moments - w.moments * kept,
-        "gathered": fully * (tables + gathered * p.gathered_weights),
+        "gathered": fully * tables + held[4],
         "activations": held[1] * beyond,
         "logits": held[2],
         "fixed": held[3],

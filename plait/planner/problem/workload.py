@@ -16,7 +16,7 @@ from plait.planner.problem.other_programs import PLAIN_LAYERS, OtherLayers
 
 PricedPrecision = Literal["float32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 """tf32: float32 throughout, but for products in TF32."""
-AttentionKernel = Literal["flash", "unfused"]
+AttentionKernel = Literal["flash", "unfused", "blocked"]
 ExpertRanks = Literal["any", "copies"]
 
 
@@ -94,6 +94,8 @@ class Workload:
     """Heads in the middle, each after this many layers, with the model's own output matrix."""
     predict_ahead: int = 0
     """Depths of prediction ahead behind the last layer: a projection, a layer and the output matrix each."""
+    capped_logits: bool = False
+    """Whether the scores of the vocabulary's entries are capped (Gemma 2), whose slopes the loss holds beside them."""
     logit_passes: int = 1
     """How often logits are computed: twice where pairs of answers train the head, as what a token weighs comes last."""
 
@@ -247,7 +249,8 @@ def workload_of(
         sequence=sequence,
         batch_sequences=batch_sequences,
         precision=precision,
-        attention=attention,
+        capped_logits=shape.logit_cap > 0,
+        attention="blocked" if shape.attention_cap or shape.attention_sinks else attention,
         moments=moments,
         post_norms=2 if shape.norm_places == "both" else 0,
         norms_all_heads=shape.qk_norm and shape.qk_norm_width == "all heads",

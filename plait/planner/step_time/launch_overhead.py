@@ -21,7 +21,7 @@ def launch_overhead_s(device_time: DeviceTime, candidates: Candidates, layers: R
     profile, workload, c = device_time.profile, device_time.workload, candidates
     passes = 3 + (c.recompute == RECOMPUTE_MODES.index("full"))
     sparse = workload.moe_layers / workload.layers
-    unfused = workload.attention == "unfused"
+    unfused = workload.attention != "flash"
     softmax = unfused_softmax_kernels(c.micro_sequences * workload.heads // c.tensor) if unfused else 0.0
     kernels = profile.layer_kernels + 4 * (c.tensor > 1) + softmax
     kernels = kernels + ADAPTER_KERNELS * len(workload.adapter_targets)

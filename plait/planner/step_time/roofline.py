@@ -216,7 +216,9 @@ def _attention_times(
     aligned = w.kernel_width * w.element_bytes % 16 == 0 or w.precision == "float32"
     ragged = 1.0 if aligned else UNALIGNED_SLOWDOWN
     moved = batch * float(w.sequence) ** 2 * profile.score_bytes * (w.element_bytes / 2) / rates.stream_bytes_per_s
-    return there * ragged + moved, 2 * there * ragged + profile.other.scores_backward * moved
+    forward = there * ragged + moved
+    again = forward if w.attention == "blocked" else 0.0
+    return forward, 2 * there * ragged + profile.other.scores_backward * moved + again
 
 
 GRADIENT_ACCUMULATION_BYTES = constant("gradient_accumulation_bytes")
