@@ -332,13 +332,13 @@ class RayRun:
     def _note_end(self, rank: int, code: int, line: str, stops: SignalMailbox) -> None:
         sentence = line.removeprefix("plait: ")
         if rank == 0 and code in _STOPPED_EXITS:
-            raise Interrupted(self._stopped_by or "SIGTERM", "the run is stopped and saved; the same command goes on")
+            raise Interrupted(self._stopped_by or "SIGTERM", "the run is stopped and saved; the same command continues")
         if code == PlaitError.exit_code and rank not in self._replaced and rank < self._asked.nodes:
             raise PlaitError(f"node {rank}: {sentence}")
         if code < 0:
             self._bring_back(rank, f"was ended by {signal.Signals(-code).name}", stops)
         elif rank == 0 and code == REQUEUE_EXIT:
-            self._bring_back(rank, f"ended: {sentence}", stops)
+            self._bring_back(rank, "needs a node that was lost", stops)
         elif rank == 0 and code:
             raise RunFailed(f"node 0: {sentence or f'it ended with exit code {code}'}")
         elif code == PlaitError.exit_code:
@@ -361,7 +361,7 @@ class RayRun:
         if self._stopped_by is not None:
             if rank:
                 return
-            raise Interrupted(self._stopped_by, f"node 0 {how}; the same command goes on from what is saved")
+            raise Interrupted(self._stopped_by, f"node 0 {how}; the same command continues from what is saved")
         self._note_loss(rank, how)
         self._replaced.add(rank)
         if rank:
@@ -393,7 +393,7 @@ class RayRun:
     def _heed(self, stops: SignalMailbox) -> None:
         for name in stops.read():
             if not self._working or self._stopped_by is not None:
-                raise Interrupted(name, "ended at once; the same command goes on from what is saved")
+                raise Interrupted(name, "ended at once; the same command continues from what is saved")
             self._stopped_by = name
             self._screen.print("stop     finishing this step and saving; Ctrl-C again quits")
             self._actors[0].stop.remote()
@@ -429,7 +429,7 @@ def _in_words(error: Exception) -> PlaitError:
     if "No module named 'plait" in str(error):
         return PlaitError("the Python that Ray runs on has no plait; install the same version of it on all nodes")
     said = (lines[-1] if "Error: " in lines[-1] else lines[0]) if lines else type(error).__name__
-    return RunFailed(f"Ray says: {said}; what was saved stays, and the same command goes on")
+    return RunFailed(f"Ray says: {said}; what was saved stays, and the same command continues it")
 
 
 # Submitting a job, and its state, output and end.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -128,18 +129,28 @@ def test_a_lost_actor_is_made_again_and_no_bit_changes(rank: int, address: str, 
     assert_same_end(place, "lost", "here")
 
 
-def test_a_stopped_run_is_saved_and_the_same_command_goes_on(address: str, tmp_path: Path) -> None:
+def test_a_stopped_run_is_saved_and_the_same_command_continues_it(address: str, tmp_path: Path) -> None:
+    """Stopped from elsewhere, then by Ctrl-C; the run would go on for longer than any command takes."""
     place = PlaceOnRay(tmp_path, address)
-    assert place.train("here", *even(2), within_s=WITHIN_S).code == 0
-    process = place.submit("stopped", *even(2), "--nodes", "2")
+    words = (*even(2), "train.budget=100000 steps", "--nodes", "2")
+    process = place.submit("stopped", *words)
     wait_while_running(lambda: bool(place.checkpoints("stopped")), process, within_s=WITHIN_S)
-    again = ended(place.submit("stopped", *even(2), "--nodes", "2"), within_s=WITHIN_S)
+    again = ended(place.submit("stopped", *words), within_s=WITHIN_S)
     assert again.code == 2 and "plait stop stopped" in again.sentence()
     assert place.run("stop", "stopped", within_s=WITHIN_S).code == 0
     said = ended(process, within_s=WITHIN_S)
-    assert said.code == 143 and "the same command goes on" in said.err, said
-    assert ended(place.submit("stopped", *even(2), "--nodes", "2"), within_s=WITHIN_S).code == 0
-    assert_same_end(place, "stopped", "here")
+    assert said.code == 143 and "the same command continues" in said.err, said
+    saved = max(place.checkpoints("stopped"))
+    process = place.submit("stopped", *words)
+    wait_while_running(lambda: max(place.checkpoints("stopped")) > saved, process, within_s=WITHIN_S)
+    process.send_signal(signal.SIGINT)
+    assert ended(process, within_s=WITHIN_S).code == 130
+    steps = [
+        line["step"]
+        for line in map(json.loads, (place.path("stopped") / "metrics.jsonl").read_text().splitlines())
+        if "loss" in line
+    ]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > saved
 
 
 @pytest.mark.parametrize(
