@@ -55,7 +55,9 @@ _WANTED: Mapping[str, _Wanted] = {
     "html": _OPTIONAL_PATH,
     "limit_s": _REAL,
     "md": _OPTIONAL_PATH,
-    "on": _Wanted(text='"slurm", "ssh" or "kubernetes"', types=(str,), words=("slurm", "ssh", "kubernetes")),
+    "on": _Wanted(
+        text='"slurm", "ssh", "kubernetes" or "ray"', types=(str,), words=("slurm", "ssh", "kubernetes", "ray")
+    ),
     "pool": _OPTIONAL_PATH,
     "port": _NATURAL,
     "progress": _Wanted(text='"auto", "lines" or "off"', types=(str,), words=("auto", "lines", "off")),

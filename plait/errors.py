@@ -66,6 +66,12 @@ class GaveUp(RunFailed):
     exit_code = 93
 
 
+class StartAgain(RunFailed):
+    """A run needs a node that was lost, and is saved: a scheduler should start it again."""
+
+    exit_code = REQUEUE_EXIT
+
+
 class Interrupted(BaseException):
     """A signal ended what was going on, and nothing is lost; the text says which, and how a run goes on.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -69,6 +69,19 @@ def share_out(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
         shares[rank].append(name)
         loads[rank] += sizes[name]
     return [sorted(share) for share in shares]
+
+
+class WritePart(Protocol):
+    """Writes a rank's part of a checkpoint, as `write_rank` does."""
+
+    def __call__(
+        self,
+        staging: Path,
+        rank: int,
+        tensors: Mapping[str, TensorSlice | Sequence[TensorSlice]],
+        *,
+        when_full: Literal["clear all", "clear own"] = "clear all",
+    ) -> None: ...
 
 
 def write_rank(

@@ -116,7 +116,7 @@ class Submitted:
     """The name that the scheduler shows."""
     scheduler: Scheduler
     job: str = ""
-    """Slurm's number of the job, or the kind of the object in Kubernetes."""
+    """Slurm's number of the job, the kind of the object in Kubernetes, or the address of Ray."""
     is_array: bool = False
     """Whether Slurm starts it several times, each time as a task with a run of its own."""
     namespace: str = ""
@@ -176,7 +176,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSystem:
-    """What plait does with Slurm, Kubernetes or ssh; each operation raises PlaitError."""
+    """What plait does with Slurm, Kubernetes, Ray or ssh; each operation raises PlaitError."""
 
     options: Mapping[str, Option]
     """The keys of `--with`."""

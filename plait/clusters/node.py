@@ -24,7 +24,7 @@ from plait.clusters.tools import tool_answer
 from plait.commands.join import join
 from plait.commands.programs.run_program import run_program
 from plait.commands.train import train
-from plait.errors import REQUEUE_EXIT, GaveUp, PlaitError, RunFailed
+from plait.errors import REQUEUE_EXIT, GaveUp, PlaitError, RunFailed, StartAgain
 from plait.hosts.handshake import SECRET_VARIABLE, Secret, read_secret
 from plait.hosts.joining import ONE_HOST, HostsRequest, choose_secret
 from plait.hosts.member import LeaderNotReached
@@ -124,9 +124,9 @@ def work_on_node(target: Sequence[str], place: NodePlace, screen: Screen) -> Sto
 
 def queued_again(error: CannotGoOn, screen: Screen, environment: Mapping[str, str]) -> StoppedBy:
     """Under Slurm, handle the end of a run that needs all of its nodes and lost one: it is saved, and the job is
-    requeued, which Slurm itself does not do with --no-kill. Raises the error elsewhere."""
+    requeued, which Slurm itself does not do with --no-kill. Raises StartAgain elsewhere."""
     if not environment.get("SLURM_JOB_ID"):
-        raise error
+        raise StartAgain(str(error)) from None
     screen.print(f"requeue  {error}")
     return "SIGTERM"
 
@@ -140,11 +140,17 @@ def tell_scheduler(target: Sequence[str], place: NodePlace, code: int) -> None:
     if code != REQUEUE_EXIT or place.rank not in (0, None):
         return
     if (job := os.environ.get("SLURM_JOB_ID")) and not is_program(target):  # programs save when they like
-        folder = run_folder(load_recipe(Path(target[0]), target[1:]).run.name)
-        saved = [read_manifest(path).step for path in published_checkpoints(folder.checkpoints)]
-        count_fruitless_starts(job, max(saved, default=0))
+        count_fruitless_starts(job, newest_saved_step(target))
     if place.secret_file is not None:
         place.secret_file.with_suffix(AGAIN_SUFFIX).touch()
+
+
+def newest_saved_step(target: Sequence[str]) -> int:
+    """The step of the newest checkpoint of a recipe's run here; 0 for a program."""
+    if is_program(target):
+        return 0
+    folder = run_folder(load_recipe(Path(target[0]), target[1:]).run.name)
+    return max((read_manifest(path).step for path in published_checkpoints(folder.checkpoints)), default=0)
 
 
 def count_fruitless_starts(job: str, step: int, working: WorkingFolder = CURRENT_FOLDER) -> None:

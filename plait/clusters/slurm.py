@@ -158,14 +158,12 @@ _STANDS_FOR = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "gpus-per-task"
                "mem-per-gpu": "mem", "cpus-per-gpu": "exclusive", "cpus-per-task": "exclusive"}  # fmt: skip
 """By the option of an own line, the option of plait's that it stands for."""
 _ARRAY_TASK = "$SLURM_ARRAY_TASK_ID"
+_WHOLE_SUFFIX = ".whole"
+"""Suffix of the file that a start leaves which ended on all nodes, to go on later."""
 _THIS_START = "${SLURM_RESTART_COUNT:-0}"
 _FORGET_PLACE = (
     "# sbatch hands on the variables of the shell that submits, which may itself be part of another job",
     f"unset {LEADER_VARIABLE} {RANK_VARIABLE}",
-)
-_FRESH_STEP = (
-    "# each start has a step of another number: a lost node that comes back would cancel the one that it had",
-    "for ((n = 0; n < ${SLURM_RESTART_COUNT:-0}; n++)); do srun --nodes=1 --ntasks=1 true; done",
 )
 
 
@@ -234,7 +232,7 @@ def sbatch_script(job: ClusterJob, options: Mapping[str, str], own: OwnLines = O
     for number, group in enumerate(job.groups):
         lines += ["#SBATCH hetjob"] if number else []
         lines += [f"#SBATCH {option}" for option in _node_options(group, options) if not _is_replaced(option, own)]
-    lines += ["", *_FORGET_PLACE, *own.shell, "set -u", *_meeting_lines(job), *_FRESH_STEP, ""]
+    lines += ["", *_FORGET_PLACE, *own.shell, "set -u", *_meeting_lines(job), *_fresh_step_lines(job), ""]
     lines += [*_launch_lines(job, options, own), "code=$?", "", *_requeue_lines(job)]
     return "\n".join(lines) + "\n"
 
@@ -292,9 +290,22 @@ def _meeting_lines(job: ClusterJob) -> list[str]:
     ]
 
 
+def _fresh_step_lines(job: ClusterJob) -> list[str]:
+    """Shell lines that take a step's number for each earlier start that did not end on all nodes."""
+    return [
+        "# a lost node that comes back would cancel the step of the number that it had, so this start takes another",
+        f'for ((n = 0; n < {_THIS_START}; n++)); do [ -e "{_file(job, "$n", _WHOLE_SUFFIX)}" ] || '
+        "srun --nodes=1 --ntasks=1 true; done",
+    ]
+
+
 def _secret_file(job: ClusterJob, start: str) -> str:
-    """The file of one start of one job, as the shell reads it."""
-    return f".plait/{job.name}-$SLURM_JOB_ID-{start}{SECRET_SUFFIX}"
+    """The file with the secret of one start of one job, as the shell reads it."""
+    return _file(job, start, SECRET_SUFFIX)
+
+
+def _file(job: ClusterJob, start: str, suffix: str) -> str:
+    return f".plait/{job.name}-$SLURM_JOB_ID-{start}{suffix}"
 
 
 def _launch_lines(job: ClusterJob, options: Mapping[str, str], own: OwnLines) -> list[str]:
@@ -304,6 +315,8 @@ def _launch_lines(job: ClusterJob, options: Mapping[str, str], own: OwnLines) ->
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=0"]
     if "cpus" in options:  # since 22.05 srun does not take it from sbatch; Slurm binds the agent to these cores
         srun.append(f"--cpus-per-task={options['cpus']}")
+    elif "cpus-per-task" in own.names:
+        srun.append(_Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'))
     else:  # Slurm would bind the agent of a whole node to one core
         srun.append("--cpu-bind=none")
     srun += [f"--het-group=0-{len(job.groups) - 1}"] if len(job.groups) > 1 else []
@@ -339,17 +352,26 @@ def _survives_lost_nodes(job: ClusterJob, options: Mapping[str, str]) -> bool:
 
 
 def _requeue_lines(job: ClusterJob) -> list[str]:
-    again = _secret_file(job, _THIS_START).removesuffix(SECRET_SUFFIX) + AGAIN_SUFFIX
+    again = _file(job, _THIS_START, AGAIN_SUFFIX)
+    whole = [
+        "# srun has seen the end of every node, and Slurm has taken none away: none comes back later",
+        f'if [ $code = {REQUEUE_EXIT} ] && [ "$(squeue --noheader --job "$SLURM_JOB_ID" --format %D)" = '
+        f'"$SLURM_JOB_NUM_NODES" ]; then',
+        f'  touch "{_file(job, _THIS_START, _WHOLE_SUFFIX)}"',
+        "fi",
+    ]
     last_word = [
         "# srun's code is the highest of all nodes; one that was lost earlier does not outweigh what node 0 says",
         f'if [ -e "{again}" ]; then rm -f "{again}"; code={REQUEUE_EXIT}; fi',
     ]
     return [
+        *whole,
         *(last_word if job.nodes > 1 else []),
         f"# {REQUEUE_EXIT}: all is saved and more is to do. After any other end another try would not help.",
         f'if [ $code = {REQUEUE_EXIT} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES_AT_MOST} ]; then',
         '  scontrol requeue "$SLURM_JOB_ID" && sleep 120  # Slurm ends this script meanwhile',
         "fi",
+        f'[ $code = {REQUEUE_EXIT} ] || rm -f ".plait/{job.name}-$SLURM_JOB_ID-"*{_WHOLE_SUFFIX}',
         "exit $code",
     ]
 

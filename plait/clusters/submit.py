@@ -136,7 +136,7 @@ def outgoing_job(request: SubmitRequest, screen: Screen, working: WorkingFolder 
     if own is not None:
         program_hash(own.program.path)
         name, config = own.name, None
-        if own.program.module and request.scheduler != "slurm":
+        if own.program.module and request.scheduler not in ("slurm", "ray"):
             raise PlaitError(
                 f"--on {request.scheduler} copies one file, and module {own.name} lies among others; submit it by "
                 "--on slurm, which runs it in this folder, or start it on each machine: plait run -m, plait join -m"

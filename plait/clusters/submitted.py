@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from plait.clusters.job import ClusterSystem, Submitted, find_record, record_if_any
 from plait.clusters.kubernetes import KUBERNETES
+from plait.clusters.ray import RAY
 from plait.clusters.request import Scheduler
 from plait.clusters.slurm import SLURM
 from plait.clusters.ssh import SSH
@@ -18,7 +19,7 @@ from plait.run_folder import run_folder
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
-SYSTEMS: Mapping[Scheduler, ClusterSystem] = {"slurm": SLURM, "kubernetes": KUBERNETES, "ssh": SSH}
+SYSTEMS: Mapping[Scheduler, ClusterSystem] = {"slurm": SLURM, "kubernetes": KUBERNETES, "ssh": SSH, "ray": RAY}
 FETCHED_MARK = "fetched.json"
 """Marks a run's folder as a copy, which may be replaced."""
 

@@ -19,6 +19,8 @@ from plait.version import __version__
 
 ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+CORES_VARIABLE = "PLAIT_CORES"
+"""Number of cores that a scheduler gave this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +103,12 @@ def usable_cores(
     environment: Mapping[str, str] = os.environ, own_cgroup: Path = OWN_CGROUP, cgroups: Path = ROOT
 ) -> int:
     """Number of cores that this process may use: the least of its CPU affinity, the CPU quotas of its control group
-    and that group's parents, and the cores that Slurm gave its task, which Slurm does not enforce everywhere."""
+    and that group's parents, and the cores that its scheduler gave it, which not every one enforces."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     granted = [int(quota) for quota in cpu_quotas(own_cgroup, cgroups)]
-    given = environment.get("SLURM_CPUS_PER_TASK", "") if environment.get("SLURM_JOB_ID") else ""
-    return max(1, min([cores, *granted, *([int(given)] if given.isdecimal() else [])]))
+    slurm = environment.get("SLURM_CPUS_PER_TASK", "") if environment.get("SLURM_JOB_ID") else ""
+    given = [int(one) for one in (slurm, environment.get(CORES_VARIABLE, "")) if one.isdecimal()]
+    return max(1, min([cores, *granted, *given]))
 
 
 def usable_memory_bytes() -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from plait.accelerator import is_compiled
+from plait.checkpoint.transfer import WritePart, write_rank
 from plait.devices import DEVICE_TRAITS
 from plait.errors import RunFailed
 from plait.launch.values.job import NOTE, RankContext
@@ -54,8 +55,14 @@ ObserveMore = Callable[[Assembly, Path], Sequence[Observer]]
 """Makes further observers of a rank, given its assembly and the run's folder."""
 
 
-def main(context: RankContext, argument: str, observe: ObserveMore = lambda assembly, folder: ()) -> None:
-    """Entry point of every rank of `plait train`; `observe` adds observers, which are called before all others.
+def main(
+    context: RankContext,
+    argument: str,
+    observe: ObserveMore = lambda assembly, folder: (),
+    write_part: WritePart = write_rank,
+) -> None:
+    """Entry point of every rank of `plait train`; `observe` adds observers, which are called before all others, and
+    `write_part` writes its part of each checkpoint.
 
     `argument` is JSON: the run's folder, the checkpoint to resume from, or the step ("from_copies", else 0) whose
     copies in memory it resumes from, the number of this start ("generation") and that at which the "lineage" of its
@@ -123,6 +130,7 @@ def main(context: RankContext, argument: str, observe: ObserveMore = lambda asse
                 ),
                 memory=context.memory,
                 local_rank=context.local_rank,
+                write_part=write_part,
             )
             keep, keep_s = plan.cadence.checkpoint_keep, plan.cadence.checkpoint_keep_s
             prune = partial(prune_old, folder / "checkpoints", keep, keep_s, world, whole, saver.fence)

@@ -1,4 +1,4 @@
-"""Six clusters and what is submitted to them, as a person types it."""
+"""Seven clusters and what is submitted to them, as a person types it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,9 @@ CASES: Mapping[str, SubmitRequest] = {
         cluster="8x(1xserver)",
         nodes=2,
         options=("cpus=16", "memory=64G", "image=docker://registry.example/plait:1", "reservation=course"),
+    ),
+    "ray-grows": SubmitRequest(
+        target=("web.toml",), scheduler="ray", cluster="16x(8xH100)", nodes=2, options=("max_nodes=4",)
     ),
     "ssh-office": SubmitRequest(
         target=("web.toml", "train.budget=200 steps"),

@@ -20,7 +20,7 @@ from plait.clusters.node import (
     tell_scheduler,
     work_on_node,
 )
-from plait.errors import GaveUp, PlaitError, RunFailed, StopSignal
+from plait.errors import GaveUp, PlaitError, RunFailed, StartAgain, StopSignal
 from plait.hosts.handshake import new_secret
 from plait.process_exit import exit_code_of
 from plait.screen.screen import SilentScreen
@@ -142,13 +142,14 @@ def test_the_count_reads_the_runs_own_checkpoints(
         assert (tmp_path / "web-17-0.again").exists() == again
 
 
-def test_a_run_that_needs_a_lost_node_asks_slurm_for_another() -> None:
-    """Exit code 75 queues the job again; without Slurm the error is the end."""
+def test_a_run_that_needs_a_lost_node_asks_its_scheduler_for_another() -> None:
+    """Exit code 75 queues the job again; outside Slurm the sentence comes with it."""
     lost, screen = CannotGoOn("n2 was lost, and the hosts that are left cannot carry the run", None), Recording()
     assert exit_code_below_slurm(queued_again(lost, screen, {"SLURM_JOB_ID": "17"})) == 75
     assert screen.lines == [f"requeue  {lost}"]
-    with pytest.raises(CannotGoOn):
+    with pytest.raises(StartAgain) as elsewhere:
         queued_again(lost, screen, {})
+    assert elsewhere.value.exit_code == 75 and str(elsewhere.value) == str(lost)
 
 
 def exit_code_below_slurm(stopped_by: Literal["finished", StopSignal]) -> int:

@@ -16,20 +16,24 @@ SRUN = '#!/bin/sh\necho "$*" >>srun.calls\ncase "$*" in *true) exit;; esac\n{dee
 AGAIN = "touch .plait/web-17-1.again"
 
 
-def end_of(folder: Path, nodes: int, *, code: int, deed: str = ":") -> tuple[int, bool]:
+def end_of(
+    folder: Path, nodes: int, *, code: int, deed: str = ":", start: int = 1, nodes_left: int | None = None
+) -> tuple[int, bool]:
     """The script's exit code, and whether it asked to be queued again, as srun returns `code` after `deed`."""
     programs = folder / "bin"
-    programs.mkdir()
-    (folder / ".plait").mkdir()
+    programs.mkdir(exist_ok=True)
+    (folder / ".plait").mkdir(exist_ok=True)
     for name, text in {
         "srun": SRUN.format(deed=deed, code=code),
         "scontrol": '#!/bin/sh\necho "$*" >>scontrol.calls\necho NodeAddr=10.0.0.1 x\n',
         "sleep": "#!/bin/sh\n",
+        "squeue": f"#!/bin/sh\necho {nodes if nodes_left is None else nodes_left}\n",
     }.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     job = ClusterJob(name="web", run="web", target=("a.toml",), groups=(NodeGroup(nodes=nodes, gpus=0),))
-    variables = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_RESTART_COUNT": "1"}
+    variables = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_RESTART_COUNT": str(start)}
+    variables["SLURM_JOB_NUM_NODES"] = str(nodes)
     path = f"{programs}:{os.environ['PATH']}"
     script = sbatch_script(job, {"python": "python3"})
     ended = subprocess.run(["bash"], input=script, text=True, cwd=folder, env={**variables, "PATH": path}, check=False)
@@ -51,6 +55,21 @@ def test_a_node_lost_earlier_does_not_keep_a_saved_run_from_being_queued_again(t
 
 def test_a_run_that_gave_up_is_not_queued_again(tmp_path: Path) -> None:
     assert end_of(tmp_path, 2, code=93) == (93, False)
+
+
+def test_only_a_start_that_lost_a_node_costs_later_ones_the_number_of_a_step(tmp_path: Path) -> None:
+    """That node may come back, and would cancel the step of its number."""
+
+    def numbers_taken(start: int, **end: int) -> int:
+        (tmp_path / "srun.calls").unlink(missing_ok=True)
+        end_of(tmp_path, 2, start=start, **end)
+        return (tmp_path / "srun.calls").read_text().count("true\n")
+
+    assert numbers_taken(0, code=75) == 0
+    assert numbers_taken(1, code=75, nodes_left=1) == 0
+    assert numbers_taken(2, code=137) == 1
+    assert not list(tmp_path.glob(".plait/*.whole")), "the job is over"
+    assert numbers_taken(3, code=75) == 3, "nothing is known of the starts before"
 
 
 def test_slurm_leaves_a_run_alone_that_survives_a_lost_node() -> None:
@@ -117,4 +136,6 @@ def test_an_agent_is_bound_to_the_cores_that_were_asked_for_and_to_none_of_a_who
     job = ClusterJob(name="web", run="web", target=("a.toml",), groups=(NodeGroup(nodes=2, gpus=0),))
     whole, part = (sbatch_script(job, {"python": "python3", **cpus}) for cpus in ({}, {"cpus": "16"}))
     assert "--cpu-bind=none" in whole and "--exclusive" in whole
+    own = sbatch_script(job, {"python": "python3"}, parse_own_lines("#SBATCH --cpus-per-task=8\n", "own.sh"))
+    assert "--cpu-bind" not in own and '--cpus-per-task="$SLURM_CPUS_PER_TASK"' in own and "--exclusive" not in own
     assert "--cpu-bind" not in part and "--cpus-per-task=16" in part.partition("srun --kill")[2]

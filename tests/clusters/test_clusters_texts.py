@@ -1,4 +1,4 @@
-"""What is sent to six clusters, word for word; UPDATE_GOLDEN=1 writes the texts again for review."""
+"""What is sent to seven clusters, word for word; UPDATE_GOLDEN=1 writes the texts again for review."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_manifest_asks_for_the_devices_of_its_plan_and_holds_no_secret(name: s
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.scheduler != "kubernetes"])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.scheduler in ("slurm", "ssh")])
 def test_a_script_is_one_that_bash_reads(name: str, made: MakeText, tmp_path: Path) -> None:
     file = tmp_path / "script.sh"
     file.write_text(made(name)[0].text)

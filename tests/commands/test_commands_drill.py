@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -20,10 +21,18 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 
+from plait.checkpoint.arrival import part_files
+from plait.checkpoint.durable import NoRoom
+from plait.checkpoint.store import staging_for
+from plait.checkpoint.transfer import whole_slice
 from plait.commands.drilling.drill import facts_of_recipe
 from plait.commands.drilling.faults import (
     DRAWN_KINDS,
+    FAILED_SAVE,
+    FAULT_FOLDER,
+    FULL_DISK,
     SAVE_PHASES,
     STEP_PHASES,
     DrilledPlan,
@@ -31,12 +40,14 @@ from plait.commands.drilling.faults import (
     Fault,
     drawn_faults,
     faults_by_time,
+    most_between_saves,
     parse_fault,
     parse_random,
     require_possible,
     with_moments,
 )
-from plait.commands.drilling.injector import damage_checkpoint, full_disk, limits_below_parts
+from plait.commands.drilling.injector import Injector, damage_checkpoint
+from plait.commands.drilling.rank import write_unless_full
 from plait.commands.drilling.report import DrillReport, FaultOutcome, InjectedFault, outcome_of
 from plait.commands.drilling.running_ranks import RanksOnHost, RunningRanks
 from plait.errors import PlaitError
@@ -268,59 +279,63 @@ def test_damage_is_what_the_dice_say_and_says_what_it_did(tmp_path: Path) -> Non
     assert kinds.keys() == {"bit", "the", "deleted"}
 
 
-@contextmanager
-def other_process(script: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+def test_a_full_disk_takes_no_checkpoint_from_whichever_worker(tmp_path: Path) -> None:
+    """Also from one that starts while it is full; with room again the same save goes well."""
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    tensors = {"model/w": whole_slice(torch.ones(4))}
+    full = tmp_path / FAULT_FOLDER / FULL_DISK
+    full.parent.mkdir()
+    full.touch()
+    for rank in (0, 1):
+        with pytest.raises(NoRoom, match="the drill has filled the disk; earlier checkpoints"):
+            write_unless_full(staging_for(checkpoints, 4), rank, tensors)
+    assert not list(checkpoints.iterdir())
+    full.unlink()
+    write_unless_full(staging_for(checkpoints, 4), 0, tensors)
+    assert (staging_for(checkpoints, 4) / part_files(0)[1]).exists()
 
 
-WRITER = """
-import sys
-log = open({log!r}, "a")
-log.write("x" * 1000); log.flush()
-print("ready", flush=True)
-for line in sys.stdin:
-    try:
-        with open({big!r}, "wb") as file:
-            file.write(bytes(100_000))
-        log.write("y" * 100); log.flush()
-        print("written", flush=True)
-    except OSError as error:
-        log.write("z" * 100); log.flush()
-        print(error.strerror, flush=True)
-"""
+def test_a_worker_is_killed_while_the_disk_is_full(tmp_path: Path) -> None:
+    """The kill does not wait for the disk, which has room again once a save has failed."""
+    board = ProgressBoard(2)
+    os.set_inheritable(board.descriptor, True)
+    (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-4" / "manifest.json").touch()
+    messages = tmp_path / FAULT_FOLDER
+    ranks = RunningRanks(os.getpid(), [RanksOnHost(ranks=range(2), logs=tmp_path)])
+    SlotWriter(board.descriptor, 0).step(7)
+    faults = [Fault(kind="fill-disk", step=5), Fault(kind="kill", rank=1, step=6)]
+    with ExitStack() as running:
+        victims = []
+        for rank in range(2):
+            script = RANK.format(board=board.descriptor, log=str(tmp_path / f"rank-{rank}.log"), rank=rank)
+            victims.append(running.enter_context(rank_process(script, board.descriptor)))
+        with Injector(faults, ranks, folder=tmp_path, steps=60) as injector:
+            assert victims[1].wait(60) == -signal.SIGKILL
+            assert (messages / FULL_DISK).exists()
+            (messages / FAILED_SAVE).touch()
+            wait_until(lambda: not (messages / FULL_DISK).exists() and injector.injected[0].found_at is not None)
+            assert injector.injected[0].back_at is None
+            shutil.copytree(tmp_path / "checkpoints" / "step-4", tmp_path / "checkpoints" / "step-8")
+            wait_until(lambda: injector.injected[0].back_at is not None)
+        for victim in victims:
+            victim.kill()
+    board.close()
 
 
-def test_a_full_disk_is_full_for_large_files_of_that_process_alone(tmp_path: Path) -> None:
-    with other_process(WRITER.format(log=str(tmp_path / "log"), big=str(tmp_path / "big"))) as process:
-        assert process.stdin and process.stdout and process.stdout.readline() == "ready\n"
+def test_a_save_that_fails_counts_as_none_where_kills_are_drawn() -> None:
+    kills = [Fault(kind="kill", step=step) for step in (12, 14, 22)]
+    full = [Fault(kind="fill-disk", step=15)]
+    assert most_between_saves(kills, 10) == 2
+    assert most_between_saves([*kills, *full], 10) == 3
 
-        def tries() -> str:
-            assert process.stdin and process.stdout
-            process.stdin.write("now\n")
-            process.stdin.flush()
-            return process.stdout.readline()
 
-        checkpoint = tmp_path / "step-1"
-        checkpoint.mkdir()
-        for rank, nbytes in ((0, 100_000), (1, 100)):
-            (checkpoint / f"rank-{rank:05d}.safetensors").write_bytes(bytes(nbytes))
-        limits = limits_below_parts({0: process.pid, 1: os.getpid(), 2: os.getpid()}, tmp_path, checkpoint)
-        assert list(limits) == [process.pid], "a part that is no larger than logs, and a rank that writes none"
-        assert 1000 < limits[process.pid] < 100_000
-        before = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-        with full_disk(limits):
-            assert tries() == "File too large\n"
-            (tmp_path / "mine").write_bytes(bytes(100_000))
-        assert tries() == "written\n" and resource.prlimit(process.pid, resource.RLIMIT_FSIZE) == before
-    assert (tmp_path / "log").read_text().count("z") == 100
+def wait_until(fact: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not fact():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 RANK = """
@@ -328,7 +343,7 @@ import sys
 from plait.launch.watching.board import SlotWriter
 board = {board}
 log = open({log!r}, "a")
-writer = SlotWriter(board, 1)
+writer = SlotWriter(board, {rank})
 writer.step(7)
 writer.phase("saving")
 print("ready", flush=True)
@@ -336,23 +351,29 @@ sys.stdin.read()
 """
 
 
+@contextmanager
+def rank_process(script: str, board: int) -> Iterator[subprocess.Popen[str]]:
+    """A process that has published its step."""
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        pass_fds=[board],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        yield process
+
+
 def test_a_rank_is_found_by_its_log_and_read_from_outside(tmp_path: Path) -> None:
     board = ProgressBoard(2)
     os.set_inheritable(board.descriptor, True)
     log = tmp_path / "rank-1.log"
     ranks = RunningRanks(os.getpid(), [RanksOnHost(ranks=range(2), logs=tmp_path)])
-    script = RANK.format(board=board.descriptor, log=str(log))
+    script = RANK.format(board=board.descriptor, log=str(log), rank=1)
     for _ in range(2):  # another process takes its place
-        process = subprocess.Popen(
-            [sys.executable, "-c", script],
-            pass_fds=[board.descriptor],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        with process:
-            assert process.stdout and process.stdout.readline() == "ready\n"
+        with rank_process(script, board.descriptor) as process:
             seen = ranks.published(1)
             assert ranks.pid(1) == process.pid and seen is not None
             assert (seen.step, seen.phase) == (7, "saving") and ranks.pid(0) is None

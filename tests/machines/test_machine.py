@@ -31,6 +31,8 @@ def cores(folder: Path, quotas: dict[str, str], **environment: str) -> int:
         ({"cpu.max": "max 100000"}, {"SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "512"}, HERE),
         ({}, {"SLURM_CPUS_PER_TASK": "1"}, HERE),  # left behind by somebody's shell: no job of Slurm
         ({}, {"SLURM_JOB_ID": "17"}, HERE),
+        ({}, {"PLAIT_CORES": "1"}, 1),
+        ({}, {"PLAIT_CORES": "all"}, HERE),
     ],
 )
 def test_the_least_counts(tmp_path: Path, quotas: dict[str, str], environment: dict[str, str], least: int) -> None:

@@ -43,9 +43,9 @@ _RESTARTS_BETWEEN_SAVES, _DRAWS = 2, 1000
 """The third failure without a new checkpoint between them ends a run, as it should."""
 
 
-FAULT_FOLDER, FAILED_SAVE = ".drill", "save-failed"
+FAULT_FOLDER, FULL_DISK, FAILED_SAVE = ".drill", "disk-full", "save-failed"
 """The folder in a disturbed run's, by which the drill and the run's ranks hear of each other: bad numbers that are to
-come, and those that came; and that a save has failed."""
+come, and those that came; that the disk is full, and that a save has failed."""
 
 
 def nan_file(folder: Path, rank: int, step: int, number: int) -> Path:
@@ -173,10 +173,19 @@ def drawn_faults(count: int, plan: DrilledPlan, seed: int) -> list[Fault]:
     faults: list[Fault] = []
     for _ in range(_DRAWS):
         faults = sorted((_drawn(plan, dice) for _ in range(count)), key=lambda fault: fault.step)
-        between = Counter(fault.step // max(1, plan.save_every) for fault in faults if fault.restarts)
-        if plan.save_every and max(between.values(), default=0) <= _RESTARTS_BETWEEN_SAVES:
+        if plan.save_every and most_between_saves(faults, plan.save_every) <= _RESTARTS_BETWEEN_SAVES:
             break
     return faults
+
+
+def most_between_saves(faults: Sequence[Fault], save_every: int) -> int:
+    """The most restarts between two saves that go well; after each full disk one fails."""
+    failed: list[int] = []
+    for fault in faults:
+        if fault.kind == "fill-disk":
+            failed.append(max(fault.step // save_every + 1, failed[-1] + 1 if failed else 0))
+    saves = [fault.step // save_every for fault in faults if fault.restarts]
+    return max(Counter(done - sum(one <= done for one in failed) for done in saves).values(), default=0)
 
 
 def faults_by_time(plan: DrilledPlan, seed: int, *, seconds: float = inf, count: float = inf) -> list[Fault]:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 import random
-import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from plait.checkpoint.arrival import part_files
 from plait.checkpoint.store import published_checkpoints
-from plait.commands.drilling.faults import FAILED_SAVE, FAULT_FOLDER, WRITING, Fault, FaultKind, carried_out, nan_file
+from plait.commands.drilling.faults import (
+    FAILED_SAVE,
+    FAULT_FOLDER,
+    FULL_DISK,
+    WRITING,
+    Fault,
+    FaultKind,
+    carried_out,
+    nan_file,
+)
 from plait.commands.drilling.report import InjectedFault, outcome_of
-from plait.commands.drilling.running_ranks import RunningRanks, open_files
+from plait.commands.drilling.running_ranks import RunningRanks
 from plait.errors import PlaitError
 from plait.private_folder import make_private_folder
 from plait.report.incidents import read_incidents
@@ -29,7 +36,6 @@ _SLOW_S, _STOPPED_S, _RUNNING_S = 2.0, 0.08, 0.02
 """A slow rank runs for a fifth of each tenth of a second, for two seconds: a hang takes five at a stretch."""
 _NAN_AHEAD_STEPS = 3
 _CUT_BYTES = 4096
-_LEAST_ROOM_BYTES = 1 << 12
 
 
 LoseHost = Callable[[int], None]
@@ -41,7 +47,8 @@ class _Over(Exception):
 
 class Injector:
     """A thread that carries out `faults`, in their order, while the block lasts; each waits until the run is back at
-    work after the one before it. `injected` has what was done, by the fault's place in that order.
+    work after the one before it, but not until a full disk has room again. `injected` has what was done, by the fault's
+    place in that order.
 
     The run has these `steps` and its files in `folder`; `lose_host` kills all processes of a host.
     """
@@ -61,7 +68,9 @@ class Injector:
         self._ended = threading.Event()
         self._began_s = float("inf")
         self._nan_steps = {fault.step for fault in faults if fault.kind == "nan"}
+        self._full_disk, self._failed_save = self._messages / FULL_DISK, self._messages / FAILED_SAVE
         self._thread = threading.Thread(target=self._carry_out, name="drill", daemon=True)
+        self._disks: list[threading.Thread] = []
 
     def __enter__(self) -> Injector:
         if any(fault.kind in ("nan", "fill-disk") for fault in self._faults):
@@ -74,7 +83,8 @@ class Injector:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join()
+        for thread in (self._thread, *self._disks):
+            thread.join()
 
     @property
     def is_done(self) -> bool:
@@ -94,7 +104,10 @@ class Injector:
             for number, fault in enumerate(self._faults):
                 self._await_step(fault)
                 self.injected[number] = injected = acts[fault.kind](number, fault)
-                if fault.restarts and fault.kind != "lose-host":
+                if fault.kind == "fill-disk":
+                    self._disks.append(threading.Thread(target=self._give_disk_back, args=(number,), daemon=True))
+                    self._disks[-1].start()
+                elif fault.restarts and fault.kind != "lose-host":
                     self._await(lambda fault=fault, injected=injected: self._is_back(fault, injected), _LOOK_S)
 
     # When.
@@ -164,23 +177,27 @@ class Injector:
         return replace(injected, back_at=time.time())
 
     def _fill_disk(self, number: int, fault: Fault) -> InjectedFault:
-        self._await(lambda: bool(published_checkpoints(self._checkpoints)), _LOOK_S)
-        newest = published_checkpoints(self._checkpoints)[-1]
-        pids = {rank: pid for rank in self._ranks.hosts[0].ranks if (pid := self._ranks.pid(rank)) is not None}
-        limits = limits_below_parts(pids, self._folder, newest)
-        if not limits:
-            return replace(_injected(fault), failure="the run's logs are larger than a checkpoint's files")
-        failed_save = self._messages / FAILED_SAVE
-        failed_save.unlink(missing_ok=True)
-        injected = _injected(fault, step=self._step(0))
-        with full_disk(limits):
-            # At the end the save must go well: there the disk is given back in any case.
-            self._await(lambda: failed_save.exists() or self._is_near_end(0), _LOOK_AT_SAVES_S)
-        if not failed_save.exists():
-            return replace(injected, failure="no save came before the run's end")
-        injected = replace(injected, found_at=time.time())
-        self._await(lambda: published_checkpoints(self._checkpoints)[-1:] not in ((), (newest,)), _LOOK_AT_SAVES_S)
-        return replace(injected, back_at=time.time())
+        """From now on no checkpoint finds room; `_give_disk_back` ends that."""
+        self._await(lambda: bool(published_checkpoints(self._checkpoints)) and not self._full_disk.exists(), _LOOK_S)
+        self._failed_save.unlink(missing_ok=True)
+        self._full_disk.touch()
+        return _injected(fault, step=self._step(0))
+
+    def _give_disk_back(self, number: int) -> None:
+        """Wait until a save has failed for want of room and a later one has gone well, while other faults come."""
+        before, injected = published_checkpoints(self._checkpoints)[-1:], self.injected[number]
+        with suppress(_Over):
+            try:
+                # At the end the save must go well: there the disk is given back in any case.
+                self._await(lambda: self._failed_save.exists() or self._is_near_end(0), _LOOK_AT_SAVES_S)
+            finally:
+                self._full_disk.unlink()
+            if not self._failed_save.exists():
+                self.injected[number] = replace(injected, failure="no save came before the run's end")
+                return
+            self.injected[number] = injected = replace(injected, found_at=time.time())
+            self._await(lambda: published_checkpoints(self._checkpoints)[-1:] not in ((), before), _LOOK_AT_SAVES_S)
+            self.injected[number] = replace(injected, back_at=time.time())
 
     def _corrupt(self, number: int, fault: Fault) -> InjectedFault:
         """Damage the newest of two checkpoints at least, and kill rank 0, so that the run reads it."""
@@ -265,43 +282,3 @@ def damage_checkpoint(checkpoint: Path, dice: random.Random) -> str:
         return f"the last {lost} bytes of {name} were cut off"
     path.unlink()
     return f"{name} was deleted"
-
-
-def limits_below_parts(pids: Mapping[int, int], folder: Path, checkpoint: Path) -> dict[int, int]:
-    """By process, a file size in bytes between those of its logs and that of its part of a checkpoint. `pids` holds
-    ranks' processes by rank; left out are those whose logs in the run's folder have outgrown their part."""
-    limits = {}
-    for rank, pid in pids.items():
-        part, _ = part_files(rank)
-        with suppress(FileNotFoundError):  # this rank writes none
-            nbytes = (checkpoint / part).stat().st_size
-            least = max(_open_sizes(pid, folder), default=0) + _LEAST_ROOM_BYTES
-            if least < nbytes:
-                limits[pid] = (least + nbytes) // 2
-    return limits
-
-
-@contextmanager
-def full_disk(limits: Mapping[int, int]) -> Iterator[None]:
-    """While the block lasts, each of these processes of this user can write no file beyond its limit in bytes: for the
-    checkpoints of a run that is a full disk, and no other program notices anything. Needs no rights."""
-    before: dict[int, tuple[int, int]] = {}
-    for pid, limit_bytes in limits.items():
-        with suppress(ProcessLookupError):
-            _, hard = before[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    try:
-        yield
-    finally:
-        for pid, own in before.items():
-            with suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, own)
-
-
-def _open_sizes(pid: int, folder: Path) -> Iterator[int]:
-    """Sizes of the files that a process has open in a run's folder, without checkpoints that it is writing."""
-    inside, saving = f"{folder.resolve()}/", f"{folder.resolve()}/checkpoints/"
-    for link, target in open_files(pid):
-        if target.startswith(inside) and not target.startswith(saving):
-            with suppress(OSError):
-                yield link.stat().st_size

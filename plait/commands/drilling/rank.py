@@ -1,12 +1,17 @@
-"""A rank of a run that `plait drill` disturbs: it trains as any rank, with one more observer."""
+"""A rank of a run that `plait drill` disturbs: it trains as any rank, with one more observer, on a disk that may be
+full."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from plait.commands.drilling.faults import FAILED_SAVE, FAULT_FOLDER, carried_out, nan_files
+from plait.checkpoint.durable import NoRoom, earlier_checkpoints
+from plait.checkpoint.transfer import TensorSlice, write_rank
+from plait.commands.drilling.faults import FAILED_SAVE, FAULT_FOLDER, FULL_DISK, carried_out, nan_files
 from plait.launch.values.job import RankContext
 from plait.trainer import worker
 from plait.trainer.assemble import Assembly
@@ -22,7 +27,24 @@ def main(context: RankContext, argument: str) -> None:
         folder = run / FAULT_FOLDER
         return [rehearsed_faults(assembly, folder, context.rank)] if folder.is_dir() else []
 
-    worker.main(context, argument, observers)
+    worker.main(context, argument, observers, write_unless_full)
+
+
+def write_unless_full(
+    staging: Path,
+    rank: int,
+    tensors: Mapping[str, TensorSlice | Sequence[TensorSlice]],
+    *,
+    when_full: Literal["clear all", "clear own"] = "clear all",
+) -> None:
+    """Write a rank's part of a checkpoint; raises NoRoom while the drill has filled this host's disk."""
+    checkpoints = staging.parent
+    if (checkpoints.parent / FAULT_FOLDER / FULL_DISK).exists():
+        raise NoRoom(
+            f"saving finds no room in {checkpoints}, because the drill has filled the disk; "
+            f"{earlier_checkpoints(checkpoints)}: wait until it has room again"
+        )
+    write_rank(staging, rank, tensors, when_full=when_full)
 
 
 def rehearsed_faults(assembly: Assembly, folder: Path, rank: int) -> Observer:

@@ -18,7 +18,7 @@ from plait.checkpoint.arrival import await_parts, refuse_part
 from plait.checkpoint.durable import NoRoom, is_full_disk
 from plait.checkpoint.generation import require_newest
 from plait.checkpoint.store import checkpoint_for, publish, staging_for
-from plait.checkpoint.transfer import TensorSlice, write_rank
+from plait.checkpoint.transfer import TensorSlice, WritePart, write_rank
 from plait.errors import PlaitError, RunFailed
 from plait.launch.values.copies import CopyStore
 from plait.launch.values.progress import NO_REPORT, ProgressReport
@@ -118,9 +118,10 @@ class CheckpointSaver:
         copies: StateCopies | None = None,
         reports: SaverReports = _NO_REPORTS,
         try_for_s: float = _TRY_FOR_S,
+        write_part: WritePart = write_rank,
     ) -> None:
         self._assembly, self._folder, self._world, self._carrier = assembly, folder, world, carrier
-        self._reports, self._try_for_s = reports, try_for_s
+        self._reports, self._try_for_s, self._write_part = reports, try_for_s, write_part
         self.fence, self._generation, self._copies = fence, generation, copies
         self._now: _Writing | None = None
         self._agreed = NOTHING
@@ -330,10 +331,10 @@ class CheckpointSaver:
         """Write this rank's part to the disk and, where it is not rank 0's, have it sent there: from memory, where the
         disk is full."""
         if self._carrier is None:
-            write_rank(now.staging, self._world.index, slices)
+            self._write_part(now.staging, self._world.index, slices)
             return
         try:
-            write_rank(now.staging, self._world.index, slices, when_full="clear own")
+            self._write_part(now.staging, self._world.index, slices, when_full="clear own")
         except NoRoom as full:
             try:
                 self._carrier.put_in_memory(slices, now.state.step)
@@ -362,6 +363,7 @@ def saver_of(
     reports: SaverReports = _NO_REPORTS,
     memory: CopyStore | None = None,
     local_rank: int = 0,
+    write_part: WritePart = write_rank,
 ) -> CheckpointSaver:
     """The saver of the run's checkpoints in `folder`; refuses to write once a start later than `generation` has begun.
     Saves from the in-memory `copies` if there are any.
@@ -377,7 +379,9 @@ def saver_of(
         carrier = PartsCarrier(
             tell, memory, rank=world.index, local_rank=local_rank, sharers=sharers, lineage=generation
         )
-    return CheckpointSaver(assembly, checkpoints, world, fence, carrier, generation, copies=copies, reports=reports)
+    return CheckpointSaver(
+        assembly, checkpoints, world, fence, carrier, generation, copies, reports, write_part=write_part
+    )
 
 
 def _host_of(plan: Plan, rank: int) -> str:
