@@ -27,6 +27,8 @@ from plait.interop.write_weights import write_weights, written_tensors
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import training_flops_per_token
+from plait.planner.derive.adapters import adapter_for
+from plait.recipe.finetune import FinetuneSection
 from plait.trainer.generate import generate
 from tests.interop.random_models import LATER_NAMES, SEQUENCE, VOCABULARY, random_later_config, random_model
 from tests.interop.test_interop_peft import logits_of, random_adapter, written
@@ -237,6 +239,13 @@ def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
     save_file(packed, folders[1] / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(PlaitError, match=r"lacks the weight model.layers.1.mlp.experts.down_proj_scales"):
         read_base_model(folders[1])
+
+
+def test_adapters_of_models_with_experts_are_refused_in_a_sentence() -> None:
+    shapes = [shape_of_config(values_of("gpt_oss")), shape_of_config(CONFIG_MAPPING["deepseek_v3"]().to_dict())]
+    for shape in shapes:
+        with pytest.raises(PlaitError, match="adapters beside experts are not there yet"):
+            adapter_for(FinetuneSection(method="lora"), shape, 1000)
 
 
 def test_the_guide_names_every_family() -> None:

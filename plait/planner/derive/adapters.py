@@ -49,9 +49,10 @@ def refuse_pairs(config: RunConfig, shape: ModelShape) -> None:
 
 def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Derived[AdapterShape]:
     """The adapters of a LoRA run for a model that has none yet, to learn from this many tokens, or pairs of answers,
-    which tell about a bit each; raises PlaitError for targets that match nothing and for a rank above a weight's
-    size."""
+    which tell about a bit each; raises PlaitError for models that cannot have adapters, for targets that match nothing
+    and for a rank above a weight's size."""
     targets = linear_layers(shape) if requested.targets == "auto" else named_targets(requested.targets, shape)
+    replace(shape, adapter=AdapterShape(rank=1, alpha=1.0, targets=targets))  # its checks come before the rank's
     rank = _rank(requested, shape, targets, bits)
     kept: Quantization = requested.quantization if requested.method == "qlora" else "none"
     alpha = USUAL_ALPHA[requested.variant] if requested.alpha == "auto" else requested.alpha
