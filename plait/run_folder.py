@@ -277,6 +277,9 @@ def check_changes(old: RunConfig, new: RunConfig) -> list[str]:
     before, after = flat_values(old), flat_values(new)
     if before.get("optimizer.kind") == "adamw" and after.get("optimizer.kind") == "auto":  # the default of 0.2.0
         after = {**after, "optimizer.kind": "adamw"}
+    # 0.2.0 wrote DPO's beta into every recipe; "auto" means the same number, but of SimPO, which it did not have.
+    if (before.get("finetune.beta"), after.get("finetune.beta")) == (0.1, "auto"):
+        after = after if after.get("finetune.objective") == "simpo" else {**after, "finetune.beta": 0.1}
     changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
     fixed = [key for key in changed if key != "data.files" and not key.startswith(CHANGEABLE_KEYS)]
     if fixed:
