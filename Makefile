@@ -96,7 +96,8 @@ test-benchmarks: env-dev  ## the benchmarks for GPUs, in small on a processor: b
 FUZZ_CASES ?= 900
 
 fuzz: env-dev  ## damaged files and random models in numbers, hours; after a change to what reads a file
-	PLAIT_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/fuzz tests/interop/test_interop_families.py
+	PLAIT_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/fuzz tests/interop/test_interop_families.py \
+		tests/interop/test_interop_mixtures.py tests/interop/test_interop_latent.py
 
 test-gpu: env-dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest tests -m gpu
