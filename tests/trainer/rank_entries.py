@@ -39,7 +39,6 @@ from plait.trainer.samples import load_sampler
 from plait.trainer.state import TrainState
 from plait.trainer.step import make_forward, make_loss
 from plait.trainer.worker import process_group_for
-from tests.counted_graphs import CountedGraphs
 from tests.plans import changed
 from tests.trainer.saved import save
 
@@ -275,6 +274,8 @@ def meet_the_compiler(context: RankContext, argument: str) -> None:
 
 def count_graphs(context: RankContext, argument: str) -> None:
     """Take steps with compiled layers, and send how many graphs had been compiled by the end of each."""
+    from tests.counted_graphs import CountedGraphs  # by torch._dynamo, which the other ranks here must not meet
+
     graphs, counts = CountedGraphs(), list[int]()
     torch.compiler.set_default_backend(graphs)
     folder, state = Path(argument), TrainState()
