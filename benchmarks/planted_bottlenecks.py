@@ -4,9 +4,9 @@
 
 Right is a case whose cause is named, and whose predicted gain, less 1, is within 30 % of the measured one. What is
 planted, and how strongly, is drawn by the seed. Needs root, as benchmarks/lab does: the hosts of "slow cable" and "slow
-host" are the lab's. A reader that sleeps stands for a slow disk, a file in the place of a container's limit for little
-memory. Gains of steps are ratios of medians over a run's second half; of a cold start, of the time a step takes with
-its share of the start.
+host" are the lab's. A reader that sleeps stands for a slow disk, and one that sleeps as it opens the data for a slow
+start; a file in the place of a container's limit stands for little memory. Gains of steps are ratios of medians over a
+run's second half; of a cold start, of the time a step takes with its share of the start.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Plant:
     programs use, too, a quota of the whole core would take nothing from it."""
     reading_s: float = 0.0
     """Seconds that reading a micro-batch takes in addition."""
+    starting_s: float = 0.0
+    """Seconds that a worker's start takes in addition."""
     memory_bytes: int = 0
     """What the machine says it has; 0: all that there is."""
 
@@ -142,10 +144,11 @@ def _plant(kind: Kind, draw: random.Random) -> tuple[Plant, float]:
             recipe = _recipe(layers, width, 512, 3, 24, recompute="full")
             return Plant(kind=kind, recipe=recipe), width
         case "small memory":
-            return Plant(kind=kind, recipe=_recipe(10, 192, 1024, 1, 12), memory_bytes=900 << 20), 900
+            layers = draw.randint(44, 52)  # need 1.2 to 1.4 GB unless layers are recomputed
+            return Plant(kind=kind, recipe=_recipe(layers, 192, 1024, 1, 12), memory_bytes=900 << 20), layers
         case "cold start":
-            steps = draw.randint(5, 20)
-            return Plant(kind=kind, recipe=_recipe(layers, 128, 128, 4, steps)), steps
+            starting_s = draw.uniform(11, 25)  # plait names no start of less than ten seconds
+            return Plant(kind=kind, recipe=_recipe(layers, 128, 128, 4, 20), starting_s=starting_s), starting_s
 
 
 def _recipe(layers: int, width: int, sequence: int, batch: int, steps: int, **layout: object) -> dict[str, Any]:
@@ -233,8 +236,12 @@ def outcome(folder: RunFolder) -> Outcome:
 def _train_here(plant: Plant, recipe: Path, logs: Path) -> None:
     command = [sys.executable, "-m", "plait", "train", str(recipe), "--no-check"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    if plant.reading_s:
-        environment |= {"PYTHONPATH": f"{WORK / 'slow_reader'}:{ROOT}", "PLANTED_READING_S": str(plant.reading_s)}
+    if plant.reading_s or plant.starting_s:
+        environment |= {
+            "PYTHONPATH": f"{WORK / 'slow_reader'}:{ROOT}",
+            "PLANTED_READING_S": str(plant.reading_s),
+            "PLANTED_STARTING_S": str(plant.starting_s),
+        }
     if plant.memory_bytes:
         (WORK / "limit").write_text(f"{plant.memory_bytes}\n")
         limit = "/sys/fs/cgroup/memory/memory.limit_in_bytes"
@@ -277,7 +284,7 @@ def _slow_down(plant: Plant, lab: Lab, folder: Path, lead: subprocess.Popen[byte
     (quota / "cpu.cfs_quota_us").write_text(str(max(LEAST_QUOTA_US, round(plant.granted * share * PERIOD_US))))
 
 
-SLOW_READER = '''"""A disk that takes its time: reading a micro-batch sleeps for PLANTED_READING_S."""
+SLOW_READER = '''"""A slow disk: opening it sleeps for PLANTED_STARTING_S, reading a batch for PLANTED_READING_S."""
 import importlib.machinery, os, sys, time
 
 class _Slowed:
@@ -290,13 +297,17 @@ class _Slowed:
 
         def slow(module):
             load(module)
-            read = module.Loader._fetch
+            read, make = module.Loader._fetch, module.Loader.__init__
+
+            def opened(self, *arguments, **named):
+                time.sleep(float(os.environ["PLANTED_STARTING_S"]))
+                make(self, *arguments, **named)
 
             def fetch(self, position, samples):
                 time.sleep(float(os.environ["PLANTED_READING_S"]))
                 return read(self, position, samples)
 
-            module.Loader._fetch = fetch
+            module.Loader.__init__, module.Loader._fetch = opened, fetch
 
         spec.loader.exec_module = slow
         return spec

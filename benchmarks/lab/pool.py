@@ -41,8 +41,9 @@ from plait.planner.search.search import search
 from plait.recipe.load import load_recipe
 
 WORK = ROOT / ".plait" / "lab-pool"
-CORES, PRICES = (0.45, 0.2, 0.45), (1.0, 0.8, 1.0)
-"""Of the hosts: shares of a core, and prices of an hour. The second has a share of 0.44 of the others' speed."""
+CORES, PRICES = (0.45, 0.2, 0.45), (1.0, 4.0, 1.0)
+"""Of the hosts: shares of a core, and prices of an hour. The second has 0.44 of the others' speed at four times the
+price, so that the first two together are slower and dearer than all three."""
 RATE = 2e8
 RUN_STEPS = 1000
 """Of the run that is priced."""
