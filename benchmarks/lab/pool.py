@@ -54,7 +54,7 @@ PATIENT_S = 1200.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A choice of the pool, and how a run is told to make it."""
+    """A choice of the pool, and the settings that make a run follow it."""
 
     choice: PoolChoice
     hosts: int

@@ -36,7 +36,7 @@ _BLOCK_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsCopy:
-    """A copy of one rank's state: its parts, including those of other ranks, and a function that reads its bytes."""
+    """A copy of one rank's state: its parts, also those kept for other ranks, and a function that reads their bytes."""
 
     position: int
     """Samples taken by the run so far."""

@@ -312,7 +312,7 @@ class RayRun:
         self._working[work] = rank
 
     def _look(self, stops: SignalMailbox) -> None:
-        """Wait a moment for agents that end, show what node 0 has printed, and heed signals."""
+        """Wait briefly for agents to end, print the new output of node 0, and handle signals."""
         ended, _ = self._ray.wait(list(self._working), num_returns=1, timeout=_LOOK_S)
         self._print_new_lines()
         self._heed(stops)

@@ -99,8 +99,10 @@ def _check_request(run: str, plan: Plan, to: Path, target: Path, dtype: str, wha
         raise PlaitError(f"{to.name} would hold a whole model; take --adapter out, or name a folder for the adapter")
     if what != "model" and plan.job.shape.adapter is None:
         raise PlaitError(f'"{run}" trained all weights and has no adapter; export it without --{what}')
-    if target.exists() or not target.parent.is_dir():
-        raise PlaitError(f"{to} exists already, or its parent folder does not; name a new folder")
+    if target.exists() or target.is_symlink():
+        raise PlaitError(f"{to} exists already; name a new {'file' if to.suffix == GGUF else 'folder'}")
+    if not target.parent.is_dir():
+        raise PlaitError(f"there is no folder {to.parent} to export into; make it first")
 
 
 def _other_dtype(dtype: str, to: Path) -> str:
