@@ -244,11 +244,19 @@ def test_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
         write_export("tiny", Path("out"), dtype="fp8", screen=SilentScreen(), working=working)
 
 
-@pytest.mark.parametrize("to", ["runs", "nowhere/out"])
-def test_a_folder_that_is_there_or_cannot_be_is_refused(to: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("to", "sentence"),
+    [
+        ("runs", "runs exists already; name a new folder"),
+        ("dangling.gguf", "dangling.gguf exists already; name a new file"),
+        ("nowhere/out", "there is no folder nowhere to export into; make it first"),
+    ],
+)
+def test_a_name_that_is_there_or_cannot_be_is_refused(to: str, sentence: str, tmp_path: Path) -> None:
     working, _ = saved_run(tmp_path)
+    (tmp_path / "dangling.gguf").symlink_to("nothing")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(PlaitError, match="name a new folder"):
+    with pytest.raises(PlaitError, match=sentence):
         write_export("tiny", Path(to), screen=SilentScreen(), working=working)
     assert sorted(tmp_path.rglob("*")) == before
 
