@@ -291,7 +291,10 @@ def _is_over(target: Sequence[str]) -> bool:
     """Whether the run, whose folder this node sees, has done all its steps, and no more are requested."""
     if is_program(target):
         return False
-    config = load_recipe(Path(target[0]), target[1:])
+    try:
+        config = load_recipe(Path(target[0]), target[1:])
+    except PlaitError:  # only node 0 needs to have the recipe
+        return False
     folder = run_folder(config.run.name)
     return folder.has_begun and folder.is_finished and folder.saved_config().train.budget == config.train.budget
 

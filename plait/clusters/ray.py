@@ -250,7 +250,10 @@ class RayRun:
             for rank in range(self._asked.max_nodes):
                 self._make_actor(rank)
             try:
-                self._leader = self._ray.get(self._actors[0].place.remote())
+                place = self._actors[0].place.remote()
+                while not self._ray.wait([place], timeout=_LOOK_S)[0]:  # signals are seen between two looks
+                    self._heed(stops)
+                self._leader = self._ray.get(place)
                 break
             except self._ray.exceptions.RayActorError as error:
                 if _CREATION in str(error):

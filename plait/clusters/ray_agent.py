@@ -46,8 +46,13 @@ class Agent:
         the actor's, which Ray keeps and shows, and are added to the file `log`."""
         if not Path(folder).is_dir():
             return _BAD_INPUT, f"{folder} is not on {socket.gethostname()}; work in a folder that all share"
-        # Ray's number of threads is for the actor; plait's plan has its own.
-        inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        # Ray's number of threads is for the actor; plait's plan has its own. Within a Ray that a Slurm job started, the
+        # agent must not take itself for one of Slurm's.
+        inherited = {
+            key: value
+            for key, value in os.environ.items()
+            if key != "OMP_NUM_THREADS" and not key.startswith(("SLURM_", "PLAIT_NODE_"))
+        }
         line = ""
         with (
             Path(log).open("a", encoding="utf-8") as file,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -26,7 +26,7 @@ from plait.commands.models.model_card import model_card
 from plait.commands.preparing.base import GGUF
 from plait.data.conversations.chat_template import find_template, special_tokens, tokenizer_settings
 from plait.data.preparation.end_tokens import learnt_end_of_turn, learnt_ends
-from plait.data.preparation.tokens import corpus_tokenizer, load_tokenizer
+from plait.data.preparation.tokens import corpus_tokenizer, load_tokenizer, written_before_texts
 from plait.data.shards import Corpus, open_corpus
 from plait.errors import PlaitError, disk_advice
 from plait.interop.adapter_out import write_adapter
@@ -122,18 +122,30 @@ def _written(target: Path, write: Callable[[Path], str]) -> str:
     staging = target.with_name(f".{target.name}.part")
     try:
         staging.mkdir()
+    except FileExistsError:
+        raise PlaitError(
+            f"{staging} is there: another export is writing it, or was killed; remove it if none is running"
+        ) from None
+    except OSError as error:
+        raise _unwritten(target, error) from error
+    try:
         kind = write(staging)
         made = staging / target.name if target.suffix == GGUF else staging
+        if target.exists() or target.is_symlink():
+            raise PlaitError(f"{target} has appeared meanwhile; export to another name")
         made.rename(target)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, OSError):
-            raise PlaitError(
-                f"{target} cannot be written ({error.strerror}); {disk_advice(error)}, and export again"
-            ) from error
+            raise _unwritten(target, error) from error
         raise
     shutil.rmtree(staging, ignore_errors=True)  # what was taken in by a file
     return kind
+
+
+def _unwritten(target: Path, error: OSError) -> PlaitError:
+    # numpy, by which gguf writes, leaves errno out where a disk is full.
+    return PlaitError(f"{target} cannot be written ({error.strerror or error}); {disk_advice(error)}, and export again")
 
 
 def _write_model(staging: Path, target: Path, source: ExportedRun, corpus: Corpus, dtype: str, shard_bytes: int) -> str:
@@ -160,6 +172,11 @@ def _write_gguf(staging: Path, target: Path, source: ExportedRun, corpus: Corpus
     _require_room(target, sum(one.nbytes for one in gguf_tensors(shape, dtype)))
     tokenizer = gguf_tokenizer((staging / "tokenizer.json").read_text(encoding="utf-8"), shape.vocabulary)
     template = find_template([staging])
+    before = written_before_texts(corpus_tokenizer(corpus).backend, tokenizer_settings(staging))
+    if len(before) > 1:
+        raise PlaitError(
+            f"the tokenizer begins texts with {len(before)} tokens, and a .gguf names one; export a folder"
+        )
     architecture = write_gguf(
         staging / target.name,
         shape,
@@ -167,21 +184,23 @@ def _write_gguf(staging: Path, target: Path, source: ExportedRun, corpus: Corpus
         lambda name: read(name, (0,) * len(sizes[name]), sizes[name]),
         tokenizer,
         name=source.folder.path.name,
-        special=_special_ids(staging, tokenizer, _token_ids(source, corpus, kept)),
-        adds_beginning="yes" if corpus_tokenizer(corpus).bos else "no",
+        special=_special_ids(staging, tokenizer, _token_ids(source, corpus, kept), before),
+        adds_beginning="yes" if before else "no",
         chat_template=template.text if template else "",
     )
     merged = ", the adapter merged" if source.base else ""
     return f"{architecture} as GGUF{merged}{objectives_left_out(source.plan.job.shape)}"
 
 
-def _special_ids(folder: Path, tokenizer: GgufTokenizer, ids: Mapping[str, Any]) -> dict[str, int]:
-    """Special tokens by a .gguf file's names. "eos" is the one that the chat template means by it, "eot" the next one
-    that ends an answer."""
+def _special_ids(
+    folder: Path, tokenizer: GgufTokenizer, ids: Mapping[str, Any], before: Sequence[int]
+) -> dict[str, int]:
+    """Special tokens by a .gguf file's names. "bos" is the one that stands `before` texts, if one does. "eos" is the
+    one that the chat template means by it, "eot" the next one that ends an answer."""
     ends = ids["eos_token_id"] if isinstance(ids["eos_token_id"], list) else [ids["eos_token_id"]]
     named = special_tokens(tokenizer_settings(folder)).get("eos_token")
     eos = tokenizer.tokens.index(named) if named in tokenizer.tokens else ends[0]
-    found = {"bos": ids.get("bos_token_id"), "eos": eos, "pad": ids.get("pad_token_id")}
+    found = {"bos": before[0] if before else ids.get("bos_token_id"), "eos": eos, "pad": ids.get("pad_token_id")}
     found["eot"] = next((one for one in ends if one != eos), None)
     return {key: number for key, number in found.items() if isinstance(number, int) and number >= 0}
 

@@ -172,6 +172,11 @@ def _places(
                 raise PlaitError(
                     f"{folder} lacks the weight {own}{end}; bring all files of the model, and the config.json of it"
                 )
+            if is_packed and (dtype := tensors[own + end].dtype) != "U8":
+                raise PlaitError(
+                    f"{own}{end} in {folder} is stored as {dtype}, and packed numbers are bytes (U8); download the "
+                    "model again"
+                )
         wanted = stored_shape(stored, outputs, sizes)
         if stored.by_expert == "first dim":
             wanted = (shape.size_of("experts"), *wanted)

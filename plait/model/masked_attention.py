@@ -169,8 +169,8 @@ class _Block:
 
     def shares(self, queries: Tensor, keys: Tensor, sinks_h: Tensor | None) -> _Shares:
         """What each query takes of each key's value, and of nothing."""
-        scores = queries @ keys.mT
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * queries.shape[-1] ** -0.5
+        scores = (queries * queries.shape[-1] ** -0.5) @ keys.mT  # in this order: fp16 has no number above 65,504
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         slopes = None
         if self.cap:
             bent = (scores / self.cap).tanh()

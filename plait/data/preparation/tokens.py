@@ -187,7 +187,7 @@ def _tokenizer(backend: tokenizers.Tokenizer, definition: str, settings: Mapping
         canonical += eot_text  # another end of documents is another corpus
     vocabulary = max(ids.values()) + 1
     adds_prefix = adds_text_prefix(values)
-    bos = _written_before_texts(backend, settings)
+    bos = written_before_texts(backend, settings)
     if any(token >= vocabulary for token in bos):
         raise PlaitError(f"{name} begins texts with a token that it does not have; download it again")
     return Tokenizer(
@@ -203,7 +203,7 @@ def _tokenizer(backend: tokenizers.Tokenizer, definition: str, settings: Mapping
     )
 
 
-def _written_before_texts(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
+def written_before_texts(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids that transformers' AutoTokenizer (5) puts before a text: those of the post-processor. "add_bos_token" has
     no effect beside a tokenizer.json, and GPT-NeoX's class never adds any."""
     if str(settings.get("tokenizer_class")).removesuffix("Fast") == "GPTNeoXTokenizer":
