@@ -102,8 +102,8 @@ def _check_that_something_listens(address: str) -> None:
         raise PlaitError(f'"{address}" is not an address of Ray; write HOST:PORT as ray start --head prints it')
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
-    except OSError as error:
-        raise PlaitError(_no_cluster(f"{address}: {error.strerror or error}")) from None
+    except (OSError, UnicodeError) as error:  # the second for a name that no host can have
+        raise PlaitError(_no_cluster(f"{address}: {getattr(error, 'strerror', None) or error}")) from None
 
 
 def _no_cluster(why: str) -> str:
@@ -251,7 +251,9 @@ class RayRun:
                 self._make_actor(rank)
             try:
                 place = self._actors[0].place.remote()
-                while not self._ray.wait([place], timeout=_LOOK_S)[0]:  # signals are seen between two looks
+                while not self._ray.wait([place], num_returns=1, timeout=_LOOK_S)[
+                    0
+                ]:  # signals are seen between two looks
                     self._heed(stops)
                 self._leader = self._ray.get(place)
                 break

@@ -106,11 +106,13 @@ def _check_request(run: str, plan: Plan, to: Path, target: Path, dtype: str, wha
 
 
 def _other_dtype(dtype: str, to: Path) -> str:
+    if to.suffix == GGUF and dtype.lower() in get_args(GgufType):
+        return f"write {dtype.lower()}"
     if dtype in get_args(GgufType):
         return f"{dtype} is for a file whose name ends with {GGUF}"
     if to.suffix == GGUF and dtype.lower().startswith(("q", "iq")):
         return (
-            "the package gguf makes no smaller blocks: export with float16, and then run llama.cpp's "
+            "plait makes no other blocks: export with float16, and then run llama.cpp's "
             f"llama-quantize {to.name} SMALL.gguf {dtype.upper()}"
         )
     return "choose one of these"

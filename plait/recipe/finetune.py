@@ -55,9 +55,7 @@ class FinetuneSection(RecipeSection):
     @model_validator(mode="after")
     def _check_objective(self) -> Self:
         if self.learns_pairs and self.method == "auto":
-            raise ValueError(
-                f'objective = "{self.objective}" tunes a model; write method = "lora" or method = "full" beside it'
-            )
+            raise ValueError(f'objective = "{self.objective}" tunes a model; add method = "lora", "qlora" or "full"')
         # 0.2.0 wrote beta = 0.1 into the saved recipe of every run.
         if not self.learns_pairs and self.beta not in ("auto", 0.1):
             raise ValueError('beta is for pairs of answers; write objective = "dpo", or take beta out')

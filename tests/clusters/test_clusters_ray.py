@@ -143,6 +143,8 @@ class ScriptedRay:
         return end
 
     def wait(self, works: Sequence[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        if works == ["place"]:
+            return ["place"], []
         rank, end = next(self.script)
         ended = next(work for work in works if work.startswith(f"node {rank} "))
         self._ends[ended] = end
