@@ -15,7 +15,7 @@ from tests.entry_tables import ROOT, public_functions
 
 PRELOAD = (
     "torch._dynamo", "torch.distributed.fsdp", "plait.trainer.worker", "plait.custom.exact_norm.batch_norm",
-    "plait.custom.planning.measure", "plait.custom.strands.sharded_parameters", "plait.custom.verifying.verify",
+    "plait.custom.planning.measure", "plait.custom.layouts.sharded_parameters", "plait.custom.verifying.verify",
     "tests.custom.parity_entries", "tests.custom.run_entries", "tests.parallel.ends_entries",
     "tests.parallel.order_entries", "tests.parallel.pipeline_entries", "tests.parallel.shard_entries",
 )  # fmt: skip

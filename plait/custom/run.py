@@ -30,6 +30,8 @@ from plait.custom.data.shares import ShareTable, WorkerShares
 from plait.custom.data.sources import Collate, CollatedOver, unused_processes_text
 from plait.custom.gathering import Gathering
 from plait.custom.group import Workers
+from plait.custom.layouts.description import CustomLayout, LayoutChoices, Releasable
+from plait.custom.layouts.parallel_program import ParallelProgram
 from plait.custom.likeness import WorkerKinds
 from plait.custom.program import Program
 from plait.custom.saving.program_state import IfMissing, resume_program, save_program
@@ -39,8 +41,6 @@ from plait.custom.stepping.rate import RateRule, goyal_rule
 from plait.custom.stepping.step import StepTaker
 from plait.custom.stepping.timeline import write_timeline
 from plait.custom.stepping.update import refuse_other_updates
-from plait.custom.strands.description import CustomLayout, Releasable, StrandChoices
-from plait.custom.strands.program_strands import Strands
 from plait.custom.structure import on_device
 from plait.errors import PlaitError
 from plait.parallel.exchange import gather_json
@@ -57,16 +57,16 @@ class SpreadRun:
     def __init__(
         self,
         program: Program,
-        strands: Strands,
+        parallel: ParallelProgram,
         workers: Workers,
         layout: CustomLayout,
         *,
-        choices: StrandChoices,
+        choices: LayoutChoices,
         cut: BatchCut | None,
         kinds: WorkerKinds,
         library: ProductLibrary,
     ) -> None:
-        self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
+        self._program, self._parallel, self._workers, self._cut = program, parallel, workers, cut
         self._layout: CustomLayout = layout
         self._steps, self._shared = 0, False
         self._places: list[BatchPlace] = []
@@ -75,7 +75,7 @@ class SpreadRun:
         self._meter = ShareMeter(workers, "alike" if kinds.kinds == "alike" else "unlike", kinds.names)
         self._library = library
         self._gathering = Gathering(workers)
-        self._taker = StepTaker(program, strands, workers, layout, cut, library, self._gathering)
+        self._taker = StepTaker(program, parallel, workers, layout, cut, library, self._gathering)
         self._rate = RateRule()
         self._wait_s, self._names = 0.0, kinds.names
         self._own_draws, self._draws = seed_from("between", program.seed, *program.named_parameters()), 0
@@ -84,7 +84,7 @@ class SpreadRun:
         self._recorded: RecordedProgram | None = None
         self._last: list[Any] = []
         """The last batch that was handed out, if any."""
-        self._end = weakref.finalize(self, _release, strands.holds(), refuse_other_updates(program))
+        self._end = weakref.finalize(self, _release, parallel.holds(), refuse_other_updates(program))
         self._end.atexit = False
 
     @property
@@ -209,11 +209,11 @@ class SpreadRun:
     def gradients(self, *, loss: int = 0) -> dict[str, Tensor]:
         """The last step's whole gradient of a loss's mean, by parameter, after clipping; parameters that nobody's
         backward reached are not in it. Every worker must call it; blocks where weights are cut."""
-        return self._strands.full_gradients(loss)
+        return self._parallel.full_gradients(loss)
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter whole, by its name. Every worker must call it; blocks where weights are cut."""
-        return self._strands.full_weights()
+        return self._parallel.full_weights()
 
     def evaluate(self, data: Any, *, batch: int = 256, loss: int = 0) -> Tensor:
         """The exact mean of a loss over all of the data, in the models' evaluation mode: 0-dim, float64, the same on
@@ -297,7 +297,7 @@ class SpreadRun:
         progress["step"] = self._taker.progress()
         progress["products"] = self._library.saved()
         progress["draws"] = self._draws
-        save_program(Path(folder), self._program, self._strands, self._workers, self._steps, progress, extra)
+        save_program(Path(folder), self._program, self._parallel, self._workers, self._steps, progress, extra)
 
     def resume(self, folder: str | Path, *, missing: IfMissing = "error") -> Any:
         """Go on from the newest state in `folder`, on any number of workers: to the bit on as many as saved it. Returns
@@ -308,7 +308,7 @@ class SpreadRun:
         """
         if self._calls:
             raise PlaitError("run.resume comes too late: call it before run.batches, whose batches go on from there")
-        found = resume_program(Path(folder), self._program, self._strands, self._workers, missing)
+        found = resume_program(Path(folder), self._program, self._parallel, self._workers, missing)
         if found is None:
             return None
         self._steps, progress = int(found["steps"]), found["progress"]

@@ -13,6 +13,10 @@ from plait.arguments import with_known_keywords
 from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.group import Workers, find_workers
+from plait.custom.layouts.choose import RequestedLayout, choose_layout, parallelize_program
+from plait.custom.layouts.copies import skeletons_of
+from plait.custom.layouts.description import LayoutChoices
+from plait.custom.layouts.first_weights import share_first_weights
 from plait.custom.likeness import compare_workers
 from plait.custom.program import (
     BeforeUpdate,
@@ -26,10 +30,6 @@ from plait.custom.program import (
 from plait.custom.run import SpreadRun
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.fused import fuse_updates
-from plait.custom.strands.choose import RequestedLayout, choose_layout, make_strands
-from plait.custom.strands.copies import skeletons_of
-from plait.custom.strands.description import StrandChoices
-from plait.custom.strands.first_weights import share_first_weights
 from plait.custom.verifying.remarks import first_remarks
 from plait.errors import PlaitError
 
@@ -118,7 +118,7 @@ def spread(
     if chosen == "shard parameters" and workers.size > 1:
         program = replace(program, skeletons=skeletons_of(program))
     choices = _choices(options, program, workers)
-    strands = make_strands(program, workers, chosen, choices)
+    parallel = parallelize_program(program, workers, chosen, choices)
     if fused := fuse_updates(program):
         workers.say(fused)
     for remark in first_remarks(program, workers.size):
@@ -126,7 +126,7 @@ def spread(
     seed_everything(seed_from("program", seed))
     library = ProductLibrary(program, workers, "measured" if precision == "auto" else "default")
     return SpreadRun(
-        program, strands, workers, chosen, choices=choices, cut=options.get("cut"), kinds=kinds, library=library
+        program, parallel, workers, chosen, choices=choices, cut=options.get("cut"), kinds=kinds, library=library
     )
 
 
@@ -139,13 +139,13 @@ def _precision(requested: RequestedPrecision) -> ProgramPrecision:
     return "float32" if requested == "auto" else requested
 
 
-def _choices(options: SpreadOptions, program: Program, workers: Workers) -> StrandChoices:
+def _choices(options: SpreadOptions, program: Program, workers: Workers) -> LayoutChoices:
     transfer, recompute = options.get("transfer", "float32"), options.get("recompute", "none")
     if transfer not in ("float32", "bf16"):
         raise PlaitError(f'transfer = "{transfer}" is unknown; choose "float32" or "bf16"')
     if recompute not in ("none", "full"):
         raise PlaitError(f'recompute = "{recompute}" is unknown; choose "none" or "full"')
-    return StrandChoices(
+    return LayoutChoices(
         transfer=transfer,
         bucket_bytes=_bucket_bytes(options.get("bucket_mib", DEFAULT_BUCKET_MIB), program, workers),
         units=tuple(options["units"]) if "units" in options else "auto",
@@ -160,7 +160,7 @@ def _bucket_bytes(mib: float | Literal["auto"], program: Program, workers: Worke
         return int(mib * 2**20)
     if workers.size == 1:
         return int(DEFAULT_BUCKET_MIB * 2**20)
-    from plait.custom.strands.bucket_size import measured_bucket_bytes
+    from plait.custom.layouts.bucket_size import measured_bucket_bytes
 
     trained = [program.trained_by(index) for index in range(len(program.losses))]
     return measured_bucket_bytes(workers, sum(p.nbytes for some in trained for p in some.values()))

@@ -39,7 +39,7 @@ INNER_FLOORS = {
                  "answering": 5, "evaluating": 3, "drilling": 6},
     "custom": {"process": 0, "message_order": 0, "seeds": 0, "structure": 0, "cutting": 1, "group": 1, "program": 1,
                "collectives": 2, "gathering": 3, "data": 2, "arithmetic": 3, "likeness": 2, "muon": 0,
-               "agreement": 3, "exact_norm": 2, "strands": 3, "stepping": 4, "saving": 4, "verifying": 5, "planning": 6,
+               "agreement": 3, "exact_norm": 2, "layouts": 3, "stepping": 4, "saving": 4, "verifying": 5, "planning": 6,
                "run": 7, "spread": 8, "worker": 9},
     "checking": {"launch_command": 0, "findings": 0, "recorded": 0, "watch": 0, "launching": 1, "reference": 1,
                  "working_copy": 0, "data_order": 1, "updates": 1, "resuming": 1, "gradient_findings": 2,

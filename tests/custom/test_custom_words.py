@@ -13,13 +13,13 @@ from plait.commands.programs.program_file import ProgramFile
 from plait.commands.programs.run_program import workers_text
 from plait.custom.data.share_words import measuring_text, shares_stay_text, worker_shares_text
 from plait.custom.group import check_backends, check_same_devices
+from plait.custom.layouts.bucket_size import LEAST, MOST, chosen_bucket_bytes
+from plait.custom.layouts.units import find_units, units_text
 from plait.custom.process.started_worker import StartedWorker, first_host, gpu_or_processor, started_worker
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything
 from plait.custom.stepping.fused import fused_text
 from plait.custom.stepping.rate import goyal_rule
-from plait.custom.strands.bucket_size import LEAST, MOST, chosen_bucket_bytes
-from plait.custom.strands.units import find_units, units_text
 from plait.errors import PlaitError
 from plait.hosts.joining import invitation_text
 from plait.parallel.gradient_norm import squares_of

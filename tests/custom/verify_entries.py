@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from plait.custom.exact_norm.batch_norm import convert_batch_norm
 from plait.custom.group import Workers, find_workers
+from plait.custom.layouts.description import CustomLayout
 from plait.custom.planning.measure import plan_program
 from plait.custom.program import Program
-from plait.custom.strands.description import CustomLayout
 from plait.custom.verifying.verify import verify_program
 from plait.launch.values.job import RankContext
 from plait.parallel.mesh import open_store

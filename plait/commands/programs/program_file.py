@@ -19,7 +19,7 @@ PROGRAM_ENTRY, COUNT_ENTRY = "program", "count_workers"
 PROGRAM_ENTRIES = EntryTable(
     functions={PROGRAM_ENTRY: "plait.custom.worker:main", COUNT_ENTRY: "plait.custom.worker:count_workers"},
     # torch's optimizers import torch._dynamo when the first is made, a second for each rank: so once for all of them.
-    preload=("torch._dynamo", "plait.custom.worker", "plait.custom.spread", "plait.custom.strands.replicated"),
+    preload=("torch._dynamo", "plait.custom.worker", "plait.custom.spread", "plait.custom.layouts.replicated"),
 )
 """All that a worker of a program can do: run the file that this host's own user named."""
 LARGEST_PROGRAM = 16 * 2**20

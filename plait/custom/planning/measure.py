@@ -16,14 +16,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from plait.accelerator import free_memory_of, is_accelerator, synchronize
 from plait.custom.gathering import gathering_nothing
 from plait.custom.group import Workers, alone
+from plait.custom.layouts.choose import parallelize_program
+from plait.custom.layouts.copies import copy_program, with_own_optimizers
+from plait.custom.layouts.description import CustomLayout
 from plait.custom.planning.plan import CustomPlan, MeasuredLayout, choose_measured
 from plait.custom.program import Program
 from plait.custom.stepping.gradients import StepPlace
 from plait.custom.stepping.loss_scale import LossScale
 from plait.custom.stepping.loss_steps import LossSteps
-from plait.custom.strands.choose import make_strands
-from plait.custom.strands.copies import copy_program, with_own_optimizers
-from plait.custom.strands.description import CustomLayout
 from plait.custom.structure import cloned, tensors_of
 from plait.custom.verifying.outcome import set_statistics
 from plait.custom.verifying.shares import gather_shares, join_shares
@@ -92,9 +92,9 @@ def _measured_alone(program: Program, workers: Workers, share: Any) -> MeasuredL
 def _time_steps(program: Program, workers: Workers, layout: CustomLayout, micros: Sequence[Any]) -> tuple[float, float]:
     """Seconds of a step, the median of a few, and the bytes that this worker takes."""
     set_statistics(program, "all workers" if workers.size > 1 else "this worker")
-    strands = make_strands(program, workers, layout)
+    parallel = parallelize_program(program, workers, layout)
     micros = [cloned(micro) for micro in micros]
-    losses = LossSteps(program, strands, workers, LossScale(1.0))
+    losses = LossSteps(program, parallel, workers, LossScale(1.0))
     times, kept = [], 0.0
     for step in range(STEPS):
         workers.sums(torch.zeros(1))  # all begin together

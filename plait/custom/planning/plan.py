@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from plait.custom.strands.description import CustomLayout
+from plait.custom.layouts.description import CustomLayout
 from plait.errors import PlaitError
 from plait.planner.problem.candidates import Candidates, Counts
 from plait.planner.search.complexity import COMPLEXITY_TABLE

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from plait.custom.group import Workers
+from plait.custom.layouts.description import HeldPiece, WeightForm
+from plait.custom.layouts.pieces import whole_of
 from plait.custom.saving.tree import from_plain, to_plain
-from plait.custom.strands.description import HeldPiece, StrandForm
-from plait.custom.strands.pieces import whole_of
 from plait.errors import PlaitError
 from plait.parallel.exchange import TENSOR_DTYPES, gather_json
 
@@ -20,7 +20,7 @@ WeightSizes = Mapping[str, torch.Size]
 
 
 def collect_optimizer(
-    optimizer: Optimizer, pieces: Sequence[HeldPiece], form: StrandForm, shapes: WeightSizes, workers: Workers
+    optimizer: Optimizer, pieces: Sequence[HeldPiece], form: WeightForm, shapes: WeightSizes, workers: Workers
 ) -> tuple[Any, dict[str, Tensor]]:
     """The optimizer's settings and its state of every weight, as JSON and named tensors, whole on the first worker;
     `pieces` are what it updates here, whole weights or parts of them.

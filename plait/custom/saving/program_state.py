@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from plait.custom.group import Workers
+from plait.custom.layouts.first_weights import broadcast_all
+from plait.custom.layouts.parallel_program import ParallelProgram
 from plait.custom.process.launcher import RESUMED, SAVED
 from plait.custom.program import Program
 from plait.custom.saving.folder import has_saved, newest_saved, read_state, read_tensors, write_saved
 from plait.custom.saving.optimizer_state import collect_optimizer, restore_optimizer
 from plait.custom.saving.tree import from_plain, to_plain
-from plait.custom.strands.first_weights import broadcast_all
-from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 from plait.parallel.exchange import TENSOR_DTYPES, first_ones, gather_json, gather_tensors
 
@@ -27,7 +27,7 @@ MODEL = "model"
 def save_program(
     folder: Path,
     program: Program,
-    strands: Strands,
+    parallel: ParallelProgram,
     workers: Workers,
     steps: int,
     progress: Mapping[str, Any],
@@ -36,12 +36,12 @@ def save_program(
     """Write all of it to `folder`; `progress` is JSON of the caller, `extra` what the person keeps, as the first worker
     has it. Every worker must call it; the first one writes, and an error of its disk is raised by all."""
     workers.announce("run.save")()
-    files = {MODEL: {**strands.full_weights(), **program.named_buffers()}}
+    files = {MODEL: {**parallel.full_weights(), **program.named_buffers()}}
     files |= _unlike_buffers(program, workers)
     optimizers = []
     for index, optimizer in enumerate(program.optimizers):
-        pieces, shapes = strands.pieces_of(index), _whole_shapes(program, index)
-        plain, tensors = collect_optimizer(optimizer, pieces, strands.form, shapes, workers)
+        pieces, shapes = parallel.pieces_of(index), _whole_shapes(program, index)
+        plain, tensors = collect_optimizer(optimizer, pieces, parallel.form, shapes, workers)
         optimizers.append(plain)
         files[f"optimizer-{index}"] = tensors
     scheduler_tensors: dict[str, Tensor] = {}
@@ -72,7 +72,7 @@ IfMissing = Literal["error", "begin"]
 
 
 def resume_program(
-    folder: Path, program: Program, strands: Strands, workers: Workers, missing: IfMissing
+    folder: Path, program: Program, parallel: ParallelProgram, workers: Workers, missing: IfMissing
 ) -> dict[str, Any] | None:
     """Read the newest state in `folder` back, on any number of workers; returns {"steps", "workers", "progress",
     "extra"}.
@@ -91,13 +91,13 @@ def resume_program(
     loaded = {name: _read(Path(where), name, workers) for name in _needed(state, workers)}
     _check(state, program, loaded[MODEL])
     with torch.no_grad():
-        strands.load_weights(loaded[MODEL])
+        parallel.load_weights(loaded[MODEL])
         own = loaded.get(f"buffers-{workers.rank}", loaded[MODEL])
         for name, buffer in program.named_buffers().items():
             buffer.copy_(own[name])
     for index, optimizer in enumerate(program.optimizers):
         plain, tensors = state["optimizers"][index], loaded[f"optimizer-{index}"]
-        restore_optimizer(optimizer, strands.pieces_of(index), _whole_shapes(program, index), plain, tensors)
+        restore_optimizer(optimizer, parallel.pieces_of(index), _whole_shapes(program, index), plain, tensors)
     for scheduler, plain in zip(program.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(from_plain(plain, loaded["schedulers"]))
     if workers.rank == 0:

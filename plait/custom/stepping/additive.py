@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from plait.custom.cutting import BatchCut, batch_part, batch_size
 from plait.custom.gathering import gathering_nothing
+from plait.custom.layouts.copies import copy_program
 from plait.custom.program import Program
 from plait.custom.seeds import seeded
 from plait.custom.stepping.draws import SameDraws
 from plait.custom.stepping.evaluate import evaluation_mode
-from plait.custom.strands.copies import copy_program
 from plait.custom.structure import cloned, mapped, widened
 from plait.errors import PlaitError
 

@@ -13,10 +13,10 @@ from plait.custom.cutting import BatchCut, batch_part
 from plait.custom.data.ahead import unseeded
 from plait.custom.data.sources import ExamplePositions, Stream, source_of
 from plait.custom.group import Workers
+from plait.custom.layouts.first_weights import broadcast_all
 from plait.custom.program import Program
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.gradients import divisor_of
-from plait.custom.strands.first_weights import broadcast_all
 from plait.custom.structure import on_device
 from plait.errors import PlaitError
 from plait.parallel.exchange import gather_json

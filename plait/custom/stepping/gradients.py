@@ -13,9 +13,9 @@ from torch import Tensor
 from plait.accelerator import synchronize
 from plait.custom.exact_norm.batch_norm import norm_waits_s
 from plait.custom.group import Workers
+from plait.custom.layouts.parallel_program import ParallelProgram
 from plait.custom.program import LossTerms, Program
 from plait.custom.seeds import seed_everything, seed_from
-from plait.custom.strands.program_strands import Strands
 from plait.custom.structure import cloned
 from plait.errors import PlaitError
 from plait.parallel.watched import WATCH
@@ -71,32 +71,32 @@ class GlobalSums:
 
 
 def sum_gradients(
-    program: Program, strands: Strands, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
+    program: Program, parallel: ParallelProgram, workers: Workers, index: int, micros: Sequence[Any], place: StepPlace
 ) -> GlobalSums:
     """Run all parts of a batch through one loss; then the gradients are global sums, and times `GlobalSums.rest` those
     of the mean.
 
     Every worker must call it; blocks. Raises PlaitError where the loss depends on no weight that is trained.
     """
-    strands.open(index)
+    parallel.open(index)
     began, waited_s = time.perf_counter(), _waits_s(program, place)
-    passes = _LossPasses(program=program, strands=strands, workers=workers, index=index, place=place)
+    passes = _LossPasses(program=program, parallel=parallel, workers=workers, index=index, place=place)
     own = passes.run_counted(micros) if place.divided_by == "own counts" else passes.run(micros)
     if place.clock == "timed":
         synchronize(own.sums.device)
     computed = time.perf_counter()
-    own_s = strands.own_seconds(computed - began - own.waited_s - (_waits_s(program, place) - waited_s))
-    reached = strands.reached(index)
+    own_s = parallel.own_seconds(computed - began - own.waited_s - (_waits_s(program, place) - waited_s))
+    reached = parallel.reached(index)
     parameters = len(reached)
     workers.order.end()
     place.agree()
     on_processor = own.sums.device.type == "cpu"
     all_sums = workers.sums(torch.cat([reached, own.sums]) if on_processor else reached)
     reach_counts = all_sums[:parameters].tolist()
-    strands.check_reached(index, reach_counts)
+    parallel.check_reached(index, reach_counts)
     by_anybody = tuple(count > 0 for count in reach_counts)
     with WATCH.work("gradients"):
-        strands.close(index, by_anybody)
+        parallel.close(index, by_anybody)
     # Behind the buckets, whose order on a GPU must be the same on all ranks.
     summed = all_sums[parameters:] if on_processor else workers.sums(own.sums)
     losses, counts, undivided = summed.split([(len(summed) - 1) // 2, (len(summed) - 1) // 2, 1])
@@ -124,7 +124,7 @@ class _LossPasses:
     """Forward and backward passes of one loss in one step on this worker, a pass for each part of its share."""
 
     program: Program
-    strands: Strands
+    parallel: ParallelProgram
     workers: Workers
     index: int
     place: StepPlace
@@ -177,7 +177,7 @@ class _LossPasses:
         """The loss of a part, with what is random in it drawn by its place."""
         place = self.place
         seed_everything(seed_from("step", self.program.seed, place.step, self.index, number, self.workers.rank))
-        self.strands.next_pass(self.index)
+        self.parallel.next_pass(self.index)
         with WATCH.work("forward", micro=number):
             terms = _loss_sum(self.program, self.index, micro)
         if torch.is_grad_enabled() and not any(total.requires_grad for total in terms.totals):
@@ -197,7 +197,7 @@ class _LossPasses:
     def _backward(self, terms: LossTerms, scales: Tensor, number: int, *, is_last: bool) -> None:
         """Backward of all terms of the part of this number, each times its scale."""
         if is_last:
-            self.strands.arm(self.index)
+            self.parallel.arm(self.index)
         # With several losses, each gives gradients only to its own optimizer's weights.
         several = len(self.program.losses) > 1
         inputs = list(self.program.trained_by(self.index).values()) if several else None

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from plait.custom.group import Workers
+from plait.custom.layouts.parallel_program import ParallelProgram
 from plait.custom.program import Program
 from plait.custom.stepping.gradients import GlobalSums, StepPlace, divisor_of, sum_gradients
 from plait.custom.stepping.loss_scale import LossScale
 from plait.custom.stepping.update import UpdateEnd, update_weights
-from plait.custom.strands.program_strands import Strands
 
 
 class LossSteps:
     """Takes steps of a program's losses, and knows of each loss what its next step needs; `scale` is the factor on
     losses of float16."""
 
-    def __init__(self, program: Program, strands: Strands, workers: Workers, scale: LossScale) -> None:
-        self._program, self._strands, self._workers, self._scale = program, strands, workers, scale
+    def __init__(self, program: Program, parallel: ParallelProgram, workers: Workers, scale: LossScale) -> None:
+        self._program, self._parallel, self._workers, self._scale = program, parallel, workers, scale
         self._divisors: dict[int, Tensor] = {}
         """Of each loss of one term the last global count (0-dim, float64), by which the next step's gradients are
         divided first; of others, and before a loss's first step, it is not known."""
@@ -42,7 +42,7 @@ class LossSteps:
             terms=self._terms.get(index),
             loss_scale=self._scale.factor if scaled else 1.0,
         )
-        sums = sum_gradients(self._program, self._strands, self._workers, index, micros, place)
+        sums = sum_gradients(self._program, self._parallel, self._workers, index, micros, place)
         self._terms[index] = len(sums.counts)
         if len(sums.counts) == 1 and not scaled:
             self._divisors[index] = divisor_of(sums.counts[0])
@@ -50,7 +50,7 @@ class LossSteps:
 
     def update(self, index: int, sums: GlobalSums, place: StepPlace, rate_factor: float = 1.0) -> UpdateEnd:
         """Update the weights by the gradients that `sum` left. Every worker must call it; blocks."""
-        return update_weights(self._program, self._strands, index, sums, rate_factor, place.step)
+        return update_weights(self._program, self._parallel, index, sums, rate_factor, place.step)
 
     def saved(self) -> dict[str, float]:
         """The values that a resume needs, as JSON, so that the next step rounds in the same way."""

@@ -9,8 +9,8 @@ import torch
 from plait.custom.cutting import BatchCut, batch_parts, batch_size
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm
 from plait.custom.group import Workers
+from plait.custom.layouts.description import CustomLayout
 from plait.custom.program import Program
-from plait.custom.strands.description import CustomLayout
 from plait.errors import PlaitError
 
 

@@ -14,6 +14,8 @@ from plait.custom.arithmetic.library import ProductLibrary
 from plait.custom.cutting import BatchCut
 from plait.custom.gathering import Gathering
 from plait.custom.group import Workers
+from plait.custom.layouts.description import CustomLayout
+from plait.custom.layouts.parallel_program import ParallelProgram
 from plait.custom.program import Program
 from plait.custom.stepping.additive import check_additive, examples_to_check, is_copied
 from plait.custom.stepping.gradients import GlobalSums, StepPlace, TimedOrNot
@@ -23,8 +25,6 @@ from plait.custom.stepping.parts import ShareParts
 from plait.custom.stepping.timeline import SpanLog
 from plait.custom.stepping.unchanged import ModelWatch
 from plait.custom.stepping.update import UpdateEnd
-from plait.custom.strands.description import CustomLayout
-from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 from plait.parallel.exchange import agree_on_any
 from plait.parallel.watched import WATCH
@@ -36,19 +36,19 @@ class StepTaker:
     def __init__(
         self,
         program: Program,
-        strands: Strands,
+        parallel: ParallelProgram,
         workers: Workers,
         layout: CustomLayout,
         cut: BatchCut | None,
         library: ProductLibrary,
         gathering: Gathering,
     ) -> None:
-        self._program, self._strands, self._workers, self._cut = program, strands, workers, cut
+        self._program, self._parallel, self._workers, self._cut = program, parallel, workers, cut
         self._library, self._gathering = library, gathering
         self._parts, self._watch = ShareParts(program, workers, layout, cut), ModelWatch(program, workers)
         self._taken = 0
         self.scale = LossScale()
-        self._losses = LossSteps(program, strands, workers, self.scale)
+        self._losses = LossSteps(program, parallel, workers, self.scale)
         self.spans = SpanLog()
 
     def take(
@@ -79,7 +79,7 @@ class StepTaker:
             place.agree()  # else while the backward pass goes on
         if self._taken == 0:
             self._check_losses(batch)
-        self._watch.look(self._strands, self._taken)
+        self._watch.look(self._parallel, self._taken)
         micros = self._parts.of_share(batch)
         means, own_s, ended = list[Tensor](), 0.0, dict[int, UpdateEnd]()
         for index in losses:
@@ -139,7 +139,7 @@ class StepTaker:
         if agree_on_any(self._workers.sums, examples_to_check(batch, self._cut) < 2):
             return
         cut_up = bool(self._program.skeletons) and is_copied(self._program)
-        weights = self._strands.full_weights() if cut_up else None
+        weights = self._parallel.full_weights() if cut_up else None
         for index in range(len(self._program.losses)):
             check_additive(self._program, index, batch, self._cut, weights)
 

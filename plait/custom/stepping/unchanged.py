@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.custom.group import Workers
+from plait.custom.layouts.arrivals import Arrivals
+from plait.custom.layouts.parallel_program import ParallelProgram
 from plait.custom.program import Program, check_gradient_hooks, gradient_hooks, is_plaits_own
-from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 
 EVERY_STEPS = 50
@@ -30,7 +30,7 @@ class ModelWatch:
         self._dtypes = [(name, *where, one.dtype) for name, where, one in _places(program)] if workers.size > 1 else []
         self._workers, self._sees_parts = workers, workers.size > 1 or program.accumulate > 1
 
-    def look(self, strands: Strands, step: int) -> None:
+    def look(self, parallel: ParallelProgram, step: int) -> None:
         """Raise PlaitError where parameters are trained that were not at the start, and, now and then, where some have
         come, gone or been replaced, or have got a hook on their gradient; `step` counts from 0."""
         self._look_at_dtypes()
@@ -40,12 +40,12 @@ class ModelWatch:
         if self._sees_parts:
             check_gradient_hooks(self._program)
             self._look_for_another_run()
-        if strands.form == "whole":
+        if parallel.form == "whole":
             self._look_for_drift()
         now = self._program.named_parameters()
         changed = sorted(set(now) ^ set(self._names))
-        if not changed and strands.form == "whole":
-            pieces = [piece for index in range(len(self._program.losses)) for piece in strands.pieces(index)]
+        if not changed and parallel.form == "whole":
+            pieces = [piece for index in range(len(self._program.losses)) for piece in parallel.pieces(index)]
             changed = [piece.name for piece in pieces if now[piece.name] is not piece.parameter]
         if changed:
             raise PlaitError(

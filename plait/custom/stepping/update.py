@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from plait.custom.layouts.parallel_program import ParallelProgram
 from plait.custom.program import Program, parameters_of
 from plait.custom.seeds import seed_everything, seed_from
 from plait.custom.stepping.fused import begin_momentum
 from plait.custom.stepping.gradients import GlobalSums
-from plait.custom.strands.program_strands import Strands
 from plait.errors import PlaitError
 from plait.parallel.gradient_norm import clip_factor
 
@@ -29,7 +29,7 @@ UpdateEnd = Literal["finite", "skipped"]
 
 
 def update_weights(
-    program: Program, strands: Strands, index: int, sums: GlobalSums, rate_factor: float, step: int
+    program: Program, parallel: ParallelProgram, index: int, sums: GlobalSums, rate_factor: float, step: int
 ) -> UpdateEnd:
     """Make the gradients those of the mean, clip them, and let the optimizers update; "skipped" where float16 left
     numbers that are not finite, and nothing was updated.
@@ -39,14 +39,14 @@ def update_weights(
     """
     optimizers, scale = program.optimizers_of(index), sums.rest
     gradients = [p.grad for one in optimizers for p in parameters_of(one) if p.grad is not None]
-    if program.precision == "fp16" and not bool(strands.squares(index).isfinite()):
+    if program.precision == "fp16" and not bool(parallel.squares(index).isfinite()):
         return "skipped"
     if program.before_update is not None:
         _multiply(gradients, scale)
-        _let_change(program, strands, index, step)
+        _let_change(program, parallel, index, step)
         scale = torch.ones_like(scale)
     if program.clip is not None:
-        length = strands.squares(index).to(scale.device).sqrt() * scale
+        length = parallel.squares(index).to(scale.device).sqrt() * scale
         scale = scale * clip_factor(length, program.clip)
     if scale.device.type != "cpu" or float(scale) != 1.0:  # a GPU is not waited for
         _multiply(gradients, scale)
@@ -59,20 +59,20 @@ def update_weights(
                 optimizer.step()
         finally:
             _UPDATES.reset(token)
-    strands.publish(index)
+    parallel.publish(index)
     return "finite"
 
 
-def _let_change(program: Program, strands: Strands, index: int, step: int) -> None:
+def _let_change(program: Program, parallel: ParallelProgram, index: int, step: int) -> None:
     """Let the person's function change whole gradients; where weights are cut each worker takes its own part back."""
     assert program.before_update is not None
-    whole = strands.full_gradients(index)
+    whole = parallel.full_gradients(index)
     changed = dict(whole)
     seed_everything(seed_from("before update", program.seed, step, index))
     program.before_update(changed)
     if changed.keys() != whole.keys() or any(changed[name].shape != one.shape for name, one in whole.items()):
         raise PlaitError("before_update has added, removed or reshaped gradients; change their numbers alone")
-    for piece in strands.pieces(index):
+    for piece in parallel.pieces(index):
         if piece.parameter.grad is not None:
             piece.parameter.grad.copy_(piece.part_of(changed[piece.name]))
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm, StatisticsOf
 from plait.custom.gathering import gathering_nothing
 from plait.custom.group import Workers
+from plait.custom.layouts.choose import parallelize_program
+from plait.custom.layouts.description import CustomLayout, LayoutChoices
 from plait.custom.program import Program
 from plait.custom.stepping.fused import fuse_updates
 from plait.custom.stepping.gradients import StepPlace, divisor_of, sum_gradients
 from plait.custom.stepping.loss_scale import LossScale
 from plait.custom.stepping.loss_steps import LossSteps
-from plait.custom.strands.choose import make_strands
-from plait.custom.strands.description import CustomLayout, StrandChoices
 from plait.custom.structure import cloned
 from plait.custom.verifying.observed import Observations, WithoutDropout, observe
 
@@ -68,19 +68,19 @@ def run_alone(program: Program, shares: Sequence[Any]) -> Outcome:
 
 
 def run_spread(
-    program: Program, workers: Workers, layout: CustomLayout, micros: Sequence[Any], choices: StrandChoices
+    program: Program, workers: Workers, layout: CustomLayout, micros: Sequence[Any], choices: LayoutChoices
 ) -> Outcome:
     """Run this worker's micro-batches as a step of the run does. Every worker must call it; blocks."""
     set_statistics(program, "all workers")
-    strands = make_strands(program, workers, layout, choices)
+    parallel = parallelize_program(program, workers, layout, choices)
     gradients: dict[str, Tensor] = {}
     sums: list[Tensor] = []
     with observe(program) as seen:
         for index in range(len(program.losses)):
             fresh = [cloned(micro) for micro in micros]
-            summed = sum_gradients(program, strands, workers, index, fresh, StepPlace(step=0, batch=0))
+            summed = sum_gradients(program, parallel, workers, index, fresh, StepPlace(step=0, batch=0))
             sums.append(torch.cat([summed.losses, summed.counts]).cpu())
-            gradients |= {name: one.detach().clone() for name, one in strands.full_gradients(index).items()}
+            gradients |= {name: one.detach().clone() for name, one in parallel.full_gradients(index).items()}
     return Outcome(sums=torch.cat(sums), gradients=gradients, buffers=_buffers(program), seen=seen)
 
 
@@ -102,17 +102,17 @@ def updated_alone(program: Program, shares: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def updated_spread(
-    program: Program, workers: Workers, layout: CustomLayout, micros: Sequence[Any], choices: StrandChoices
+    program: Program, workers: Workers, layout: CustomLayout, micros: Sequence[Any], choices: LayoutChoices
 ) -> dict[str, Tensor]:
     """The weights after a step of the run. Every worker must call it; blocks."""
     set_statistics(program, "all workers")
-    strands = make_strands(program, workers, layout, choices)
+    parallel = parallelize_program(program, workers, layout, choices)
     fuse_updates(program)
-    losses, place = LossSteps(program, strands, workers, LossScale()), StepPlace(step=0, batch=0)
+    losses, place = LossSteps(program, parallel, workers, LossScale()), StepPlace(step=0, batch=0)
     with WithoutDropout():
         for index in range(len(program.losses)):
             losses.update(index, losses.sum(index, [cloned(micro) for micro in micros], place), place)
-    return {name: weight.detach().clone() for name, weight in strands.full_weights().items()}
+    return {name: weight.detach().clone() for name, weight in parallel.full_weights().items()}
 
 
 def set_statistics(program: Program, of: StatisticsOf) -> None:

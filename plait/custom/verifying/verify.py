@@ -12,10 +12,10 @@ from torch import Tensor
 from plait.custom.cutting import BatchCut, batch_parts
 from plait.custom.exact_norm.batch_norm import GlobalBatchNorm
 from plait.custom.group import Workers
+from plait.custom.layouts.choose import DEFAULT_CHOICES
+from plait.custom.layouts.copies import copy_program, with_own_optimizers
+from plait.custom.layouts.description import CustomLayout, LayoutChoices
 from plait.custom.program import Program
-from plait.custom.strands.choose import DEFAULT_CHOICES
-from plait.custom.strands.copies import copy_program, with_own_optimizers
-from plait.custom.strands.description import CustomLayout, StrandChoices
 from plait.custom.structure import mapped, widened
 from plait.custom.verifying.causes import FailedProof, find_causes
 from plait.custom.verifying.outcome import Outcome, run_alone, run_spread, updated_alone, updated_spread
@@ -40,7 +40,7 @@ def verify_program(
     *,
     cut: BatchCut | None = None,
     weights: Mapping[str, Tensor] | None = None,
-    choices: StrandChoices = DEFAULT_CHOICES,
+    choices: LayoutChoices = DEFAULT_CHOICES,
 ) -> Verdict:
     """Whether the workers compute what one process computes on the same batch, of which `batch` is this worker's share.
 

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from plait.custom.layouts.description import LayoutChoices
 from plait.custom.program import Program
-from plait.custom.strands.description import StrandChoices
 from plait.errors import PlaitError
 
 LEAST_ALIKE = 2
@@ -78,7 +78,7 @@ def units_text(units: dict[str, nn.Module]) -> str:
     return f"{len(names)} units: {names[0]}" + (f" … {names[-1]}" if len(names) > 1 else "")
 
 
-def recompute_units(program: Program, choices: StrandChoices) -> None:
+def recompute_units(program: Program, choices: LayoutChoices) -> None:
     """Wrap each unit as the choices say, by torch's hooks: names and values stay. Random numbers are drawn as before.
 
     Raises PlaitError where no unit is found.

@@ -7,18 +7,18 @@ from typing import Literal, get_args
 from plait.accelerator import is_accelerator, module_of
 from plait.custom.exact_norm.batch_norm import announce_norms
 from plait.custom.group import Workers
+from plait.custom.layouts.description import CustomLayout, LayoutChoices, update_unit
+from plait.custom.layouts.parallel_program import ParallelProgram, local_program
+from plait.custom.layouts.units import recompute_units
 from plait.custom.likeness import Kinds
 from plait.custom.program import Program, parameters_of
-from plait.custom.strands.description import CustomLayout, StrandChoices, update_unit
-from plait.custom.strands.program_strands import Strands, local_strands
-from plait.custom.strands.units import recompute_units
 from plait.errors import PlaitError
 from plait.units import format_bytes
 
 RequestedLayout = Literal["auto", "replicate", "shard optimizer", "shard parameters"]
 MEMORY_SHARE = 0.5
 """Share of a GPU that weights, gradients and the optimizer's state may take before they are sharded."""
-DEFAULT_CHOICES = StrandChoices()
+DEFAULT_CHOICES = LayoutChoices()
 
 
 def choose_layout(
@@ -51,23 +51,23 @@ def choose_layout(
     return "shard parameters", text
 
 
-def make_strands(
-    program: Program, workers: Workers, layout: CustomLayout, choices: StrandChoices = DEFAULT_CHOICES
-) -> Strands:
+def parallelize_program(
+    program: Program, workers: Workers, layout: CustomLayout, choices: LayoutChoices = DEFAULT_CHOICES
+) -> ParallelProgram:
     """Spread a program's weights; every worker must call it. "shard parameters" changes the modules themselves.
 
     Raises PlaitError where the layout cannot carry this program exactly.
     """
     recompute_units(program, choices)
     if workers.size == 1:
-        return local_strands(program, workers)
+        return local_program(program, workers)
     if announce_norms(program.prefixed_models(), workers.order) or layout == "shard parameters":
         # A GPU waits by itself.
         workers.order.follow(workers.rank, workers.size, "at once" if workers.device.type == "cpu" else "at the end")
     if layout != "shard parameters":
-        from plait.custom.strands.replicated import replicated_strands
+        from plait.custom.layouts.replicated import replicated_program
 
-        return replicated_strands(program, workers, choices, "whole" if layout == "replicate" else "cut")
-    from plait.custom.strands.sharded_parameters import sharded_parameter_strands  # most of a second of imports
+        return replicated_program(program, workers, choices, "whole" if layout == "replicate" else "cut")
+    from plait.custom.layouts.sharded_parameters import sharded_program  # most of a second of imports
 
-    return sharded_parameter_strands(program, workers, choices)
+    return sharded_program(program, workers, choices)

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from plait.custom.group import Workers
+from plait.custom.layouts.arrivals import Arrivals
+from plait.custom.layouts.description import HeldPiece, Releasable, WeightForm
+from plait.custom.layouts.pieces import whole_of
 from plait.custom.program import Program, parameters_of
-from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import HeldPiece, Releasable, StrandForm
-from plait.custom.strands.pieces import whole_of
 from plait.errors import PlaitError
 from plait.parallel.gradient_norm import squares_of
 from plait.parallel.sharded_model import Gradients, LocalGradients
 
 if TYPE_CHECKING:  # most of a second of imports
-    from plait.custom.strands.unit_reach import UnitReach
+    from plait.custom.layouts.unit_reach import UnitReach
 
 FORWARDS = 3
 """Time of a forward and backward together, in forward passes; all workers' is the same, so shares do not depend on
@@ -43,7 +43,7 @@ class UpdatedPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossStrand:
+class ParallelLoss:
     """What sums the gradients of one loss, and what this worker updates by them. `holds` is what has taken hold of
     weights."""
 
@@ -53,8 +53,8 @@ class LossStrand:
     holds: Sequence[Releasable] = ()
 
 
-class Strands:
-    """The strands of a program: one for each loss, whose number is `index`.
+class ParallelProgram:
+    """A program on its layout. Each loss has a number, `index`.
 
     Every worker calls the same methods in the same order. After `close` each parameter of an optimizer has as .grad the
     global sum of its numbers, or None where no worker's backward reached it.
@@ -64,8 +64,8 @@ class Strands:
         self,
         program: Program,
         workers: Workers,
-        form: StrandForm,
-        losses: Sequence[LossStrand],
+        form: WeightForm,
+        losses: Sequence[ParallelLoss],
         *,
         rows: Mapping[str, HeldPiece] | None = None,
         reach: UnitReach | None = None,
@@ -74,7 +74,7 @@ class Strands:
         """`form` says whether each worker's optimizer updates whole weights or parts of them; `rows` are this worker's
         part of each weight that no worker has whole, of which `reach` knows which were reached, and whose forward
         passes `forwards` times on processors."""
-        self.form: StrandForm = form
+        self.form: WeightForm = form
         self._program, self._workers, self._losses = program, workers, losses
         self._rows, self._reach, self._forwards = rows or {}, reach, forwards
         self._trained = [program.trained_by(index) for index in range(len(program.losses))]
@@ -188,7 +188,7 @@ class Strands:
     def holds(self) -> Sequence[Releasable]:
         """What has taken hold of the models' weights; once all of it is released another run may take them. None of it
         knows the program, which may know the run."""
-        return [one for strand in self._losses for one in (*strand.holds, strand.arrivals)]
+        return [one for loss in self._losses for one in (*loss.holds, loss.arrivals)]
 
     def _own_gradients(self, index: int) -> list[Tensor]:
         return [p.parameter.grad for p in self.pieces(index) if p.parameter.grad is not None]
@@ -216,14 +216,14 @@ class ForwardClock:
         self._s += time.perf_counter() - self._began
 
 
-def local_strands(program: Program, workers: Workers) -> Strands:
-    """The strands of a program in one process: its own gradients are the global ones."""
+def local_program(program: Program, workers: Workers) -> ParallelProgram:
+    """A program in one process: its own gradients are the global ones."""
     trained = [program.trained_by(index) for index in range(len(program.losses))]
     losses = [
-        LossStrand(gradients=LocalGradients(list(some.values())), updates=whole_updates(some), arrivals=Arrivals(()))
+        ParallelLoss(gradients=LocalGradients(list(some.values())), updates=whole_updates(some), arrivals=Arrivals(()))
         for some in trained
     ]
-    return Strands(program, workers, "whole", losses)
+    return ParallelProgram(program, workers, "whole", losses)
 
 
 def whole_updates(trained: Mapping[str, nn.Parameter]) -> list[UpdatedPiece]:

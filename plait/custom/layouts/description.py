@@ -1,4 +1,4 @@
-"""What strands of a person's modules have in common, and which layouts there are."""
+"""The layouts that the modules of a user's program can take, and what all of them share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CustomLayout = Literal["replicate", "shard optimizer", "shard parameters"]
 """How the weights of a person's modules lie over the workers."""
 
 
-StrandForm = Literal["whole", "cut"]
+WeightForm = Literal["whole", "cut"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Releasable(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrandChoices:
+class LayoutChoices:
     """What can be chosen beside the layout: in what numbers gradients travel, how much travels together, and which
     modules are gathered as one where parameters are sharded (names, or "auto": the members of ModuleLists). "full"
     recompute keeps only the inputs of those modules, and runs each a second time in the backward pass."""

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.custom.layouts.description import ELEMENTWISE, CustomLayout, HeldPiece, update_unit
+from plait.custom.layouts.parallel_program import UpdatedPiece
 from plait.custom.program import Program
-from plait.custom.strands.description import ELEMENTWISE, CustomLayout, HeldPiece, update_unit
-from plait.custom.strands.program_strands import UpdatedPiece
 from plait.errors import PlaitError
 from plait.parallel.sharded_model import Gradients, OptimizerUnit
 from plait.parallel.whole_matrices import MatrixExchange

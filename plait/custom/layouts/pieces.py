@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
 from plait.custom.group import Workers
+from plait.custom.layouts.description import CustomLayout, HeldPiece
 from plait.custom.program import Program, gradient_hooks, is_plaits_own
-from plait.custom.strands.description import CustomLayout, HeldPiece
 from plait.errors import PlaitError
 from plait.parallel.exchange import sum_of_bits
 

@@ -10,23 +10,23 @@ import torch.distributed as dist
 from torch import nn
 
 from plait.custom.group import Workers
+from plait.custom.layouts.arrivals import Arrivals
+from plait.custom.layouts.description import HeldPiece, LayoutChoices, WeightForm
+from plait.custom.layouts.parallel_program import ParallelLoss, ParallelProgram, UpdatedPiece, whole_updates
+from plait.custom.layouts.pieces import check_apart, groups_by_name, update_pieces
+from plait.custom.layouts.whole_weights import GatheredGradients, as_matrix, names_updated_whole, owned_whole
 from plait.custom.program import Program
-from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import HeldPiece, StrandChoices, StrandForm
-from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces
-from plait.custom.strands.program_strands import LossStrand, Strands, UpdatedPiece, whole_updates
-from plait.custom.strands.whole_weights import GatheredGradients, as_matrix, names_updated_whole, owned_whole
 from plait.parallel.gradient_buckets import SharedWeight
 from plait.parallel.gradient_reducer import GradientReducer
 from plait.parallel.sharded_model import OptimizerUnit
 from plait.partition.boxes import whole_box
 
 
-def replicated_strands(program: Program, workers: Workers, choices: StrandChoices, form: StrandForm) -> Strands:
-    """The strands of layout "replicate", of form "whole", and of layout "shard optimizer", of form "cut"."""
+def replicated_program(program: Program, workers: Workers, choices: LayoutChoices, form: WeightForm) -> ParallelProgram:
+    """The program in layout "replicate" (form "whole") or "shard optimizer" (form "cut")."""
     if form == "whole":
-        losses = [_whole_strand(program.trained_by(index), workers, choices) for index in range(len(program.losses))]
-        return Strands(program, workers, form, losses)
+        losses = [_whole_loss(program.trained_by(index), workers, choices) for index in range(len(program.losses))]
+        return ParallelProgram(program, workers, form, losses)
     whole = names_updated_whole(program, "shard optimizer")
     check_apart(program, "shard optimizer")
     losses = []
@@ -39,14 +39,14 @@ def replicated_strands(program: Program, workers: Workers, choices: StrandChoice
         updates = [*own_updates(by_number), *(update for one in owned for update in one.updates)]
         update_pieces(program.optimizers_of(index), groups, [one.piece for one in updates])
         gradients = GatheredGradients(reducer, owned) if owned else reducer
-        losses.append(LossStrand(gradients=gradients, updates=updates, arrivals=arrivals, holds=[reducer]))
-    return Strands(program, workers, form, losses)
+        losses.append(ParallelLoss(gradients=gradients, updates=updates, arrivals=arrivals, holds=[reducer]))
+    return ParallelProgram(program, workers, form, losses)
 
 
-def _whole_strand(trained: Mapping[str, nn.Parameter], workers: Workers, choices: StrandChoices) -> LossStrand:
+def _whole_loss(trained: Mapping[str, nn.Parameter], workers: Workers, choices: LayoutChoices) -> ParallelLoss:
     arrivals = Arrivals(list(trained.values()))
     reducer = reducer_of(trained, workers, choices, "whole")
-    return LossStrand(gradients=reducer, updates=whole_updates(trained), arrivals=arrivals, holds=[reducer])
+    return ParallelLoss(gradients=reducer, updates=whole_updates(trained), arrivals=arrivals, holds=[reducer])
 
 
 def partition_units(
@@ -60,8 +60,8 @@ def partition_units(
 def reducer_of(
     trained: Mapping[str, nn.Parameter],
     workers: Workers,
-    choices: StrandChoices,
-    form: StrandForm,
+    choices: LayoutChoices,
+    form: WeightForm,
     whole: Collection[str] = (),
 ) -> GradientReducer:
     """What sums the gradients of weights that every worker has, to update all or a part of them; `whole` names those

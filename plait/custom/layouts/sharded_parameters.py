@@ -12,15 +12,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from plait.checked_json import one_line
 from plait.custom.group import Workers
+from plait.custom.layouts.arrivals import Arrivals
+from plait.custom.layouts.description import HeldPiece, LayoutChoices
+from plait.custom.layouts.parallel_program import ForwardClock, ParallelLoss, ParallelProgram, UpdatedPiece
+from plait.custom.layouts.pieces import check_apart, groups_by_name, update_pieces
+from plait.custom.layouts.replicated import own_updates, reducer_of
+from plait.custom.layouts.unit_reach import UnitReach, sum_zeros
+from plait.custom.layouts.units import check_one_dtype, check_shared, find_units, units_text
+from plait.custom.layouts.whole_weights import GatheredGradients, as_rows, names_updated_whole, owned_whole
 from plait.custom.program import Program
-from plait.custom.strands.arrivals import Arrivals
-from plait.custom.strands.description import HeldPiece, StrandChoices
-from plait.custom.strands.pieces import check_apart, groups_by_name, update_pieces
-from plait.custom.strands.program_strands import ForwardClock, LossStrand, Strands, UpdatedPiece
-from plait.custom.strands.replicated import own_updates, reducer_of
-from plait.custom.strands.unit_reach import UnitReach, sum_zeros
-from plait.custom.strands.units import check_one_dtype, check_shared, find_units, units_text
-from plait.custom.strands.whole_weights import GatheredGradients, as_rows, names_updated_whole, owned_whole
 from plait.errors import PlaitError
 from plait.parallel.fully_sharded import (
     ShardedGradients,
@@ -37,8 +37,8 @@ from plait.parallel.sharded_model import OptimizerUnit, plain_unit
 from plait.partition.boxes import whole_box
 
 
-def sharded_parameter_strands(program: Program, workers: Workers, choices: StrandChoices) -> Strands:
-    """The strands of layout "shard parameters"; the models' parameters become DTensors, whose rows optimizers
+def sharded_program(program: Program, workers: Workers, choices: LayoutChoices) -> ParallelProgram:
+    """The program in layout "shard parameters"; the models' parameters become DTensors, whose rows optimizers
     update."""
     if len(program.losses) > 1:
         raise PlaitError(
@@ -68,13 +68,13 @@ def sharded_parameter_strands(program: Program, workers: Workers, choices: Stran
     updates += own_updates(numbers.split_units())
     update_pieces(program.optimizers, groups, [one.piece for one in updates])
     gradients = _RowsAndNumbers(rows=sharded, numbers=numbers)
-    strand = LossStrand(
+    loss = ParallelLoss(
         gradients=GatheredGradients(gradients, owned) if owned else gradients,
         updates=updates,
         arrivals=Arrivals(list(single.values())),
         holds=[numbers],
     )  # torch's FSDP2 does not give weights back, so no rows could be released
-    return Strands(program, workers, "cut", [strand], rows=held, reach=reach, forwards=forwards)
+    return ParallelProgram(program, workers, "cut", [loss], rows=held, reach=reach, forwards=forwards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class _RowsAndNumbers:
         self.numbers.settle()
 
 
-def _shard(model: nn.Module, workers: Workers, choices: StrandChoices) -> list[nn.Module]:
+def _shard(model: nn.Module, workers: Workers, choices: LayoutChoices) -> list[nn.Module]:
     """Shard a model; returns its units, the model itself where it has none."""
     units = find_units(model, choices.units)
     check_shared(model, units)
