@@ -351,17 +351,9 @@ def _table(rows: Sequence[Row]) -> Iterator[list[str]]:
         both = sorted(set(some) & set(usual))
         less = [usual[seed].nats_per_byte[-1] - some[seed].nats_per_byte[-1] for seed in both]
         cost = [some[seed].step_s / usual[seed].step_s for seed in both]
-        gain = f"{statistics.mean(less):.4f}" + (f" ({min(less):.4f} … {max(less):.4f})" if len(less) > 1 else "")
-        seeds, loss = ", ".join(map(str, sorted(some))), f"{_mean(some.values()):.4f}"
-        yield [
-            minutes,
-            name,
-            f"{share:g}",
-            seeds,
-            loss,
-            gain if both else "",
-            f"{statistics.mean(cost):.2f}" if both else "",
-        ]
+        spread = f" ({min(less):.4f} … {max(less):.4f})" if len(less) > 1 else ""
+        beside = [f"{statistics.mean(less):.4f}{spread}", f"{statistics.mean(cost):.2f}"] if both else ["", ""]
+        yield [minutes, name, f"{share:g}", ", ".join(map(str, sorted(some))), f"{_mean(some.values()):.4f}", *beside]
 
 
 def _mean(rows: Sequence[Row] | object) -> float:

@@ -41,6 +41,11 @@ def test_a_choice_is_compared_over_the_seeds_that_adamw_has_too() -> None:
     assert adamw == "| 1 | adamw | 1 | 1, 2 | 1.6500 | 0.0000 (0.0000 … 0.0000) | 1.00 |"
 
 
+def test_a_choice_that_adamw_was_not_run_beside_is_compared_with_nothing() -> None:
+    *_, alone = report([ROW, replace(ROW, minutes="12", choice="derived")]).splitlines()
+    assert alone == "| 12 | derived | 1 | 1 | 1.6000 |  |  |"
+
+
 def test_a_record_ends_with_the_first_reading_at_the_target() -> None:
     lines: list[dict[str, float]] = []
     for step, loss in enumerate((TARGET + 0.1, TARGET, TARGET - 0.1), start=1):
