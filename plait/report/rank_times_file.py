@@ -42,8 +42,8 @@ class RankTimesLine:
 class RankTimesFile:
     """Appends to rank-times.jsonl; for rank 0 alone, which gathers the times of all.
 
-    The first step of a process is left out, as it also fills caches. A line that the disk refuses is dropped: the run
-    does not need it.
+    The first step of a process is left out, as it also fills caches. A first line is written early, so that there is
+    something to show, and the last one by `close`. A line that the disk refuses is dropped: the run does not need it.
     """
 
     def __init__(self, path: Path, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +52,7 @@ class RankTimesFile:
         self._due_at_s = clock()
         self._is_warm = False
         self._sums = [[0.0] * 4 for _ in range(ranks)]
-        self._steps = 0
+        self._steps = self._last_step = 0
 
     def add(self, last_step: int, rows_of_ranks: Sequence[Sequence[Sequence[float]]]) -> None:
         """Take the steps up to `last_step`: for each rank its rows, one per step, that begin with the seconds of
@@ -66,16 +66,22 @@ class RankTimesFile:
             for row in rows[first:]:
                 for item, seconds in enumerate(row[:4]):
                     sums[item] += seconds
-        self._steps += counted
-        if self._steps and self._clock() >= self._due_at_s:
-            self._append(last_step)
+        self._steps, self._last_step = self._steps + counted, last_step
+        if self._clock() >= self._due_at_s:
+            self._append()
 
-    def _append(self, last_step: int) -> None:
+    def close(self) -> None:
+        """Write the steps since the last line: of a run of seconds nearly all."""
+        self._append()
+
+    def _append(self) -> None:
+        if not self._steps:
+            return
         compute, wait, data, inside = (
             tuple(float(f"{sums[item] / self._steps:.4g}") for sums in self._sums) for item in range(4)
         )
         line = RankTimesLine(
-            step=last_step, steps=self._steps, compute_s=compute, wait_s=wait, inside_s=inside, data_s=data
+            step=self._last_step, steps=self._steps, compute_s=compute, wait_s=wait, inside_s=inside, data_s=data
         )
         with suppress(OSError), append_to_file(self._path) as file:
             file.write(json.dumps(asdict(line)) + "\n")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 
 from plait.errors import PlaitError
 from plait.planner.bottleneck.find import MeasuredRun, find_bottleneck
@@ -49,29 +50,52 @@ def measured_run(
     plan: Plan, steps: Sequence[StepReport], lines: Sequence[RankTimesLine], start_s: float
 ) -> MeasuredRun | None:
     """How a run spends its steps: medians over the last half of the times that its ranks wrote under this plan; None
-    if there are none."""
+    if there are none.
+
+    What is left of a step is small, and found from the very steps of a line: computing or waiting of other steps may
+    differ by more. Each step counts as its line's mean.
+    """
+    steps = [one for one in steps if one.step_s > 0]
     lines = [line for line in lines if line.ranks == plan.world_size]
-    recent = lines[len(lines) // 2 :]
-    if not recent or not steps:
-        return None
-    first = recent[0].step - recent[0].steps
-    own = [one.step_s for one in steps if one.step > first and one.step_s > 0]
-    if not own:
+    recent = [(line, own) for line in _last_half(lines, steps) if (own := _step_seconds(line, steps))]
+    if not recent:
         return None
 
-    def middle(name: str) -> tuple[float, ...]:
-        return tuple(median(values) for values in zip(*(getattr(line, name) for line in recent), strict=True))
+    def middle(values: Callable[[RankTimesLine, float], Sequence[float]]) -> tuple[float, ...]:
+        rows = [row for line, seconds in recent for row in [values(line, mean(seconds))] * len(seconds)]
+        return tuple(median(of_rank) for of_rank in zip(*rows, strict=True))
 
-    step_s = median(own)
-    warming = [one.step_s for one in steps if one.step <= RECEIPT_WARM_UP_STEPS]
-    return MeasuredRun(
-        step_s=step_s,
-        compute_s=middle("compute_s"),
-        wait_s=middle("wait_s"),
-        inside_s=middle("inside_s"),
-        data_s=middle("data_s"),
-        start_s=start_s + max(0.0, sum(warming) - len(warming) * step_s),
+    run = MeasuredRun(
+        compute_s=middle(lambda line, _: line.compute_s),
+        wait_s=middle(lambda line, _: line.wait_s),
+        inside_s=middle(lambda line, _: line.inside_s),
+        data_s=middle(lambda line, _: line.data_s),
+        rest_s=middle(_rest_s),
     )
+    warming = [one.step_s for one in steps if one.step <= RECEIPT_WARM_UP_STEPS]
+    return replace(run, start_s=start_s + max(0.0, sum(warming) - len(warming) * run.step_s))
+
+
+def _last_half(lines: Sequence[RankTimesLine], steps: Sequence[StepReport]) -> Sequence[RankTimesLine]:
+    """The lines of the last half of all steps, if the steps are known from their first to their last; else the last
+    line."""
+    if not lines or not steps:
+        return ()
+    begin, end = lines[0].step - lines[0].steps, lines[-1].step
+    first = max((begin + end) / 2, steps[0].step - 1)
+    return [line for line in lines if line.step - line.steps >= first] or lines[-1:]
+
+
+def _step_seconds(line: RankTimesLine, steps: Sequence[StepReport]) -> Sequence[float]:
+    """Seconds of each step of a line that is known."""
+    begin, end = (bisect_right(steps, last, key=lambda one: one.step) for last in (line.step - line.steps, line.step))
+    return [one.step_s for one in steps[begin:end]]
+
+
+def _rest_s(line: RankTimesLine, step_s: float) -> Sequence[float]:
+    """What each rank's times leave of a step."""
+    parts = zip(line.compute_s, line.wait_s, line.inside_s, line.data_s, strict=True)
+    return [max(0.0, step_s - sum(of_rank)) for of_rank in parts]
 
 
 def bottleneck_if_known(folder: RunFolder) -> RunBottleneck | None:

@@ -99,6 +99,7 @@ def main(
         sink = sinks_of_rank(context.rank, context.send, folder, state.step, config.report.to, settings)
         if plan.cadence.copy_every.value and (sentence := copies.begin()):
             sink.note(sentence)
+        rank_times = RankTimesFile(folder / "rank-times.jsonl", context.world_size)
         try:
             _verify_data(context, assembly)
 
@@ -113,8 +114,7 @@ def main(
                 return own
 
             tell = partial(context.send, "times")
-            rank_times = RankTimesFile(folder / "rank-times.jsonl", context.world_size).add
-            balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage, rank_times)
+            balance = Rebalancer(assembly, meter, folder / "shares.jsonl", world, tell, restage, rank_times.add)
             parts, generation = requested["parts"], requested["generation"]
             saver = saver_of(
                 assembly,
@@ -157,6 +157,7 @@ def main(
                 context.send("bad step", **asdict(end))
         finally:
             sink.close()
+            rank_times.close()
             assembly.loader.close()
 
 

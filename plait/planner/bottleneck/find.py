@@ -46,14 +46,15 @@ _WORK: dict[BottleneckCause, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """How a run spent its time, in seconds: medians over ranks and steps."""
+    """How a run spent its time: each rank's seconds of a step by what it did, medians over steps."""
 
-    step_s: float
     compute_s: tuple[float, ...]
-    """Forward and backward of each rank, without the waits below."""
+    """Forward and backward, without the waits below."""
     wait_s: tuple[float, ...]
     inside_s: tuple[float, ...]
     data_s: tuple[float, ...]
+    rest_s: tuple[float, ...]
+    """What is left of a step: the optimizer's update, and other work once a step."""
     start_s: float = 0.0
     """From the start of the workers to their first steps, including the extra time of the first steps."""
 
@@ -64,16 +65,20 @@ class MeasuredRun:
         return max(range(len(busy)), key=busy.__getitem__)
 
     @property
+    def step_s(self) -> float:
+        """A whole step."""
+        return self.of_critical_rank.step_s
+
+    @property
     def of_critical_rank(self) -> StepMeasured:
-        """A step of that rank; unmeasured time counts as the rest."""
+        """A step of that rank."""
         at = self.critical_rank
-        parts = self.compute_s[at], self.inside_s[at], self.wait_s[at], self.data_s[at]
         return StepMeasured(
-            compute_s=parts[0],
-            inside_s=parts[1],
-            wait_s=parts[2],
-            data_s=parts[3],
-            rest_s=max(0.0, self.step_s - sum(parts)),
+            compute_s=self.compute_s[at],
+            inside_s=self.inside_s[at],
+            wait_s=self.wait_s[at],
+            data_s=self.data_s[at],
+            rest_s=self.rest_s[at],
         )
 
 
@@ -159,15 +164,17 @@ def _of_hosts(plan: Plan, run: MeasuredRun) -> Iterator[RunBottleneck]:
     excess = min(_times_as_long(values, homes, home) for values in (computed, each))
     if excess < SLOW_HOST_EXCESS:
         return
-    step_s, own_s = run.of_critical_rank.step_s, computed[slowest]
+    # The update of its weights takes as many times as long; others spend that in the same time of a step, waiting.
+    step_s, own_s = run.step_s, computed[slowest] + run.rest_s[slowest]
+    saved_s = own_s - own_s / excess
     name = words.host_name(plan, home, slowest)
-    even = Remedy(change=words.as_fast_as_others(name), gain=step_s / (step_s - own_s + own_s / excess))
-    share = (own_s - own_s / excess) / step_s
+    even = Remedy(change=words.as_fast_as_others(name), gain=step_s / (step_s - saved_s))
+    share = saved_s / step_s
     yield RunBottleneck(
         cause="slow host",
         share=share,
         sentence=words.host_sentence(name, excess, share),
-        remedies=_remedies(even, *_other_shares(plan, run, home, homes)),
+        remedies=_remedies(even, *_other_shares(plan, run, home, homes, excess)),
     )
 
 
@@ -189,7 +196,9 @@ def _work_of(plan: Plan, rank: int) -> float:
     return layers * plan.sequences_per_replica[layout.data_parallel_rank(rank)]
 
 
-def _other_shares(plan: Plan, run: MeasuredRun, home: int, homes: Sequence[int]) -> Iterator[Remedy | None]:
+def _other_shares(
+    plan: Plan, run: MeasuredRun, home: int, homes: Sequence[int], excess: float
+) -> Iterator[Remedy | None]:
     """Less work for a slow host: shares in proportion to the measured speeds, or none at all."""
     shares, layout, measured = plan.sequences_per_replica, plan.placement.layout, run.of_critical_rank
     if layout.world_size != layout.data_parallel_degree:
@@ -203,9 +212,9 @@ def _other_shares(plan: Plan, run: MeasuredRun, home: int, homes: Sequence[int])
     if plan.machines.hosts:
         kept = [speed for speed, at in zip(speeds, homes, strict=True) if at != home]
         # A single worker that is left sends no messages; several still send theirs to each other.
-        waited_s = measured.wait_s if len(kept) == 1 else 0.0
+        saved_s = measured.rest_s - measured.rest_s / excess + (measured.wait_s if len(kept) == 1 else 0.0)
         name = words.host_name(plan, home, run.critical_rank)
-        yield Remedy(change=words.left_out(name), gain=step_s / (beside_s - waited_s + batch / sum(kept)))
+        yield Remedy(change=words.left_out(name), gain=step_s / (beside_s - saved_s + batch / sum(kept)))
 
 
 def _of_model(plan: Plan, model: FittedModel | None, named: Collection[str]) -> Iterator[RunBottleneck]:
