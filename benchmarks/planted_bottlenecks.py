@@ -35,7 +35,9 @@ from benchmarks.machine import describe
 from plait.hosts.handshake import new_secret
 from plait.recipe.load import parse_override
 from plait.report.bottleneck import Remedy, RunBottleneck
-from plait.run_files.bottleneck import bottleneck_of
+from plait.report.metrics import read_metrics
+from plait.report.rank_times_file import read_rank_times
+from plait.run_files.bottleneck import bottleneck_of, measured_run
 from plait.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +97,8 @@ class Outcome:
     whole_step_s: float
     """Seconds of the run, from the start of its workers, for each step."""
     steps: int
+    times: Mapping[str, Any]
+    """Each rank's seconds of a step, as plait reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +115,7 @@ class Verdict:
     is_named: bool
     is_close: bool
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    times: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
 
 
 def drawn(seed: int, count: int, only: Sequence[Kind] = ()) -> list[tuple[Plant, float]]:
@@ -180,6 +185,8 @@ def relieved(plant: Plant, remedy: Remedy) -> Plant:
     match plant.kind:
         case "slow cable":
             return replace(plant, bits_per_s=plant.bits_per_s * remedy.factor)
+        case "slow host" if remedy.change.startswith("leaving"):
+            return replace(plant, recipe={**plant.recipe, "layout": {}}, granted=1.0, bits_per_s=0.0)
         case "slow host":
             return replace(plant, granted=1.0)
         case "starved data":
@@ -206,6 +213,7 @@ def judged(plant: Plant, strength: float, before: Outcome, after: Outcome | None
         is_named=found is not None and found.cause == CAUSES[plant.kind],
         is_close=abs(predicted - measured) <= LARGEST_ERROR * abs(measured - 1),
         seconds={"before": getattr(before, of), "after": getattr(after, of) if after else 0.0},
+        times={"before": before.times, "after": after.times if after else {}},
     )
 
 
@@ -223,13 +231,15 @@ def take(plant: Plant, name: str, lab: Lab | None) -> Outcome:
 
 def outcome(folder: RunFolder) -> Outcome:
     """What the files of a finished run say."""
-    lines = [values for line in folder.metrics.read_text().splitlines() if "step_s" in (values := json.loads(line))]
-    seconds = [line["step_s"] for line in lines]
+    steps, _ = read_metrics(folder.metrics)
+    seconds = [step.step_s for step in steps]
+    times = measured_run(folder.saved_plan(), steps, read_rank_times(folder.rank_times), folder.totals.start_s)
     return Outcome(
         bottleneck=bottleneck_of(folder),
         step_s=median(seconds[len(seconds) // 2 :]),
         whole_step_s=folder.totals.wall_s / len(seconds),
         steps=len(seconds),
+        times=asdict(times) if times else {},
     )
 
 
@@ -336,7 +346,8 @@ def _pair(plant: Plant, strength: float, number: int, lab: Lab | None) -> Verdic
     found = before.bottleneck
     after = None
     if found and found.remedies:
-        after = take(relieved(planted, found.remedies[0]), f"case{number}-changed", lab)
+        changed = relieved(planted, found.remedies[0])
+        after = take(changed, f"case{number}-changed", lab if changed.hosts > 1 else None)
     return judged(plant, strength, before, after)
 
 

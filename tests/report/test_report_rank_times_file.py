@@ -52,6 +52,19 @@ def test_a_line_is_the_mean_of_the_steps_since_the_last_one(path: Path) -> None:
     assert last is not None and (last.step, last.steps, last.compute_s) == (16, 12, (2.0, 2.0))
 
 
+def test_the_last_steps_are_a_line_too(path: Path) -> None:
+    file = RankTimesFile(path, 1, Clock())
+    for step in range(1, 31):
+        file.add(step, [[(9.0 if step < 3 else 1.0, 0, 0, 0)]])
+    assert [line and (line.step, line.compute_s) for line in lines_of(path)] == [(2, (9.0,))]
+    file.close()
+    last = lines_of(path)[-1]
+    assert last is not None and (last.step, last.steps, last.compute_s) == (30, 28, (1.0,))
+    file.close()
+    RankTimesFile(path, 1, Clock()).close()
+    assert len(lines_of(path)) == 2
+
+
 @pytest.mark.parametrize("ranks", [1, 50, 400])
 def test_the_file_grows_slowly_however_many_ranks_there_are(path: Path, ranks: int) -> None:
     clock = Clock()

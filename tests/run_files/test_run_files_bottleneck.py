@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 from plait.cli import app
 from plait.planner.bottleneck.fitted_model import priced_plan
-from plait.run_files.bottleneck import bottleneck_if_known, bottleneck_of
+from plait.report.rank_times_file import RankTimesLine
+from plait.run_files.bottleneck import bottleneck_if_known, bottleneck_of, measured_run
 from plait.run_folder import RunFolder, RunTotals
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
-from tests.run_files.written_runs import write_rank_times, written_run
+from tests.report.test_report_metrics import step_report
+from tests.run_files.written_runs import usual_recipe_and_plan, write_rank_times, written_run
 
 
 @pytest.fixture
@@ -47,6 +49,27 @@ def test_only_the_last_half_of_the_times_counts(healthy: RunFolder) -> None:
     write_rank_times(healthy, steps=1000, compute_s=0.047)  # it went back to its beginning
     found = bottleneck_of(healthy)
     assert found is not None and found.cause != "data"
+
+
+def test_what_is_left_of_a_step_is_found_from_the_steps_of_a_line() -> None:
+    """The second step warms caches up, and the machine becomes slow after the tenth."""
+    _, plan = usual_recipe_and_plan()
+    seconds = [0.5, 0.2] + [0.05] * 8 + [0.31] * 30
+    steps = [step_report(step, step_s=step_s) for step, step_s in enumerate(seconds, 1)]
+    lines = [times_line(2, 1, 0.19), times_line(10, 8, 0.04), times_line(30, 20, 0.3), times_line(40, 10, 0.3)]
+    early, late = (measured_run(plan, steps[:end], some, 0.0) for end, some in ((10, lines[:2]), (40, lines)))
+    assert early is not None and late is not None
+    assert (early.step_s, early.rest_s) == (pytest.approx(0.05), (pytest.approx(0.01),))
+    assert (late.step_s, late.rest_s) == (pytest.approx(0.31), (pytest.approx(0.01),))
+    mixed = [times_line(2, 1, 0.19), times_line(14, 12, (8 * 0.04 + 4 * 0.3) / 12), times_line(40, 26, 0.3)]
+    for known in (steps, steps[35:]):  # of a long run only the last steps are read
+        assert measured_run(plan, known, mixed, 0.0) == late
+    assert measured_run(plan, [], lines, 0.0) is None and measured_run(plan, steps[:5], lines[3:], 0.0) is None
+
+
+def times_line(step: int, steps: int, compute_s: float) -> RankTimesLine:
+    """The times of a single rank that never waits."""
+    return RankTimesLine(step=step, steps=steps, compute_s=(compute_s,), wait_s=(0,), inside_s=(0,), data_s=(0,))
 
 
 def test_a_starved_run_says_so_in_every_place(working: WorkingFolder) -> None:
