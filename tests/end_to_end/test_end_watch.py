@@ -65,7 +65,8 @@ def test_the_page_of_a_run_that_trains_follows_it_to_its_end(place: Place) -> No
         told = dict(zip(columns, row, strict=True))
         assert all(told[key] == line[key] for key in ("loss", "grad_norm", "lr", "step_s", "tokens_per_s", "tokens"))
     lines = [json.loads(line) for line in (place.path(name) / "rank-times.jsonl").read_text().splitlines()]
-    assert lines and all(len(line["compute_s"]) == 2 and min(line["compute_s"]) > 0 for line in lines)
+    assert lines[-1]["step"] == STEPS, "the last steps are in it"
+    assert all(len(line["compute_s"]) == 2 and min(line["compute_s"]) > 0 for line in lines)
     place.assert_nobody_left()
 
 
