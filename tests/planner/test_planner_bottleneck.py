@@ -228,6 +228,27 @@ def test_micro_batches_that_are_too_small_are_found(tmp_path: Path) -> None:
     assert by_itself.cause != "micro-batch", "what plait chose is not advised against"
 
 
+@pytest.mark.parametrize(("width", "before_s", "after_s"), [(128, 0.0959, 0.0229), (192, 0.1208, 0.0373)])
+def test_gains_of_larger_micro_batches_are_those_of_a_real_run(
+    tmp_path: Path, width: int, before_s: float, after_s: float
+) -> None:
+    """Steps of 32 micro-batches of 8 tokens, and of one of 256, on one quiet core at 105 GFLOP/s."""
+    model = {"layers": 4, "width": width, "heads": width // 32, "vocabulary": 512}
+    train = {"sequence": 8, "batch_tokens": 256, "precision": "float32", "matmul_backend": "default"}
+    run = {"workers": 1, "threads": 1}
+    sections = {"model": model, "train": train, "run": run, "layout": {"micro_sequences": 1}}
+    keys = [f"{section}.{key}={value}" for section, values in sections.items() for key, value in values.items()]
+    config = recipe(tmp_path, "train.budget=30 steps", *keys)
+    facts = replace(PLAYS, vocabulary=512)
+    outline = draft(config, facts, Resources(machine=LAPTOP, peak_flops=8 * 105e9), recipe_hash="cafe")
+    plan = settle(config, outline, without_reasons(outline.layouts)[:1])
+    as_measured = run_like(priced(plan), 1, rest_s=(0.002,), compute_s=(before_s - 0.002,))
+    one = found(plan, as_measured, ["layout.micro_sequences"])
+    [remedy] = one.remedies
+    assert remedy.setting == "layout.micro_sequences=32"
+    assert remedy.gain - 1 == pytest.approx(before_s / after_s - 1, rel=0.15)
+
+
 def test_a_short_run_spends_its_time_starting(alone: Plan) -> None:
     steps = round(5 / step_s(priced(alone)))
     few = changed(alone, steps=steps)

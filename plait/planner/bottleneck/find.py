@@ -164,8 +164,8 @@ def _of_hosts(plan: Plan, run: MeasuredRun) -> Iterator[RunBottleneck]:
     excess = min(_times_as_long(values, homes, home) for values in (computed, each))
     if excess < SLOW_HOST_EXCESS:
         return
-    # The update of its weights takes as many times as long; others spend that in the same time of a step, waiting.
-    step_s, own_s = run.step_s, computed[slowest] + run.rest_s[slowest]
+    # Its update takes as many times as long; the others wait for that, too, before they begin another step.
+    step_s, own_s = run.step_s, computed[slowest] + min(run.rest_s)
     saved_s = own_s - own_s / excess
     name = words.host_name(plan, home, slowest)
     even = Remedy(change=words.as_fast_as_others(name), gain=step_s / (step_s - saved_s))
@@ -212,7 +212,8 @@ def _other_shares(
     if plan.machines.hosts:
         kept = [speed for speed, at in zip(speeds, homes, strict=True) if at != home]
         # A single worker that is left sends no messages; several still send theirs to each other.
-        saved_s = measured.rest_s - measured.rest_s / excess + (measured.wait_s if len(kept) == 1 else 0.0)
+        update_s = min(run.rest_s)
+        saved_s = update_s - update_s / excess + (measured.wait_s if len(kept) == 1 else 0.0)
         name = words.host_name(plan, home, run.critical_rank)
         yield Remedy(change=words.left_out(name), gain=step_s / (beside_s - saved_s + batch / sum(kept)))
 
