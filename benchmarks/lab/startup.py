@@ -29,7 +29,8 @@ class Startup:
         silent = party.begun_file is not None and not party.leads  # measures the hosts with no word of it
         begun = (party.begun_file or party.steps_file).exists()
         told = self._log.read_text(errors="replace") if self._log.exists() else ""
-        self._grant("own" if silent or begun else share_for(told, others=len(self._own) - 1 if party.leads else None))
+        others = len(party.commands) - 1 if party.leads else None
+        self._grant("own" if silent or begun else share_for(told, others=others))
 
     def end(self) -> None:
         """Every host as it was."""

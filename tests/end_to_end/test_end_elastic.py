@@ -134,8 +134,8 @@ def steps_done(place: Place, name: str) -> int:
 
 
 def goes_on(hosts: Hosts, name: str, names: str, lead: subprocess.Popen[str]) -> None:
-    """Wait until the run works on these hosts, and has done three steps there."""
-    wait_for(lambda: hosts.hosts_of(name) == list(names), lead)
+    """Wait until the run works on these hosts, in whatever order their speeds gave them, and has done three steps."""
+    wait_for(lambda: sorted(hosts.hosts_of(name)) == list(names), lead)
     starts = hosts.lead_place.path(name) / "starts.jsonl"
     begun = json.loads(starts.read_text().splitlines()[-1])["steps_done"]
     wait_for(lambda: steps_done(hosts.lead_place, name) >= begun + 3, lead)

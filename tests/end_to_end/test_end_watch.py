@@ -24,7 +24,7 @@ class Page:
         assert process.stdout is not None
         self.first_line = process.stdout.readline()
         found = ADDRESS.search(self.first_line)
-        assert found, self.first_line
+        assert found, self.first_line or process.communicate()
         self.root, self.token = found.groups()
 
     def ask(self, path: str) -> Any:
