@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import shlex
 import sys
 from importlib.util import find_spec
@@ -108,9 +109,20 @@ def check_utf8(text: str) -> None:
         ) from None
 
 
+_NUMPY_FOUND_NO_ROOM = re.compile(r"\d+ requested and \d+ written|Not enough free space to write \d+ bytes")
+
+
+def is_out_of_space(error: OSError) -> bool:
+    """Whether a write failed for want of room on the disk, or of the user's share of it. numpy's own writes leave errno
+    out."""
+    if error.errno is None:
+        return _NUMPY_FOUND_NO_ROOM.fullmatch(str(error)) is not None
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def disk_advice(error: OSError) -> str:
     """What to do about a file that could not be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_out_of_space(error):
         return "free some space"
     return "check its permissions" if error.errno in (errno.EACCES, errno.EPERM) else "check the folder and the disk"
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from plait.checked_json import parse_object, sealed_text, typed_value
 from plait.checkpoint.store import FoundCheckpoint, clean_staging, newest_good
-from plait.errors import PlaitError, RunFailed, disk_advice
+from plait.errors import PlaitError, RunFailed, disk_advice, is_out_of_space
 from plait.planner.plan import Plan, same_hosts, without_marks
 from plait.planner.plan_file import plan_text, read_plan
 from plait.planner.rebalancing.stage_repartition import stage_costs_of
@@ -341,10 +341,10 @@ def lock_run_folder(folder: RunFolder) -> Iterator[Callable[[], None]]:
             yield require_present
         except (OSError, PlaitError) as error:
             require_present()
-            if isinstance(error, PlaitError) or error.errno not in _DISK_ERRNOS:
+            if isinstance(error, PlaitError) or not (error.errno in _DISK_ERRNOS or is_out_of_space(error)):
                 raise
             raise PlaitError(
-                f"{error.filename or folder.path}: {error.strerror}; "
+                f"{error.filename or folder.path}: {error.strerror or error}; "
                 f"{disk_advice(error)}, then give the same command again"
             ) from error
         finally:

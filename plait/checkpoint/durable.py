@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from plait.errors import RunFailed
+from plait.errors import RunFailed, is_out_of_space
 from plait.units import format_bytes
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NoRoom(RunFailed):
@@ -21,7 +18,7 @@ class NoRoom(RunFailed):
 
 def is_full_disk(error: BaseException) -> bool:
     """Whether a write failed for want of room, or of the user's share of it."""
-    return isinstance(error, NoRoom) or (isinstance(error, OSError) and error.errno in _NO_SPACE)
+    return isinstance(error, NoRoom) or (isinstance(error, OSError) and is_out_of_space(error))
 
 
 @contextmanager

@@ -87,6 +87,11 @@ def node_arguments(job: ClusterJob, target: Sequence[str], options: Sequence[str
     return ["-P", "-m", "plait", "node", "--nodes", str(job.nodes), *options, "--", *target]
 
 
+def place_variables(rank: int, leader: str, port: int) -> dict[str, str]:
+    """The environment variables by which a node knows its number, and where node 0 listens."""
+    return {RANK_VARIABLE: str(rank), LEADER_VARIABLE: leader, PORT_VARIABLE: str(port)}
+
+
 def cluster_job_name(text: str) -> str:
     """A run's name as schedulers take it: "My_Run" -> "my-run-7e8a28".
 

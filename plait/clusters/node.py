@@ -256,7 +256,7 @@ def _join_when_possible(target: Sequence[str], place: NodePlace, leader: str, sc
     began, announced = time.monotonic(), False
     deadline, looks_next = began + JOIN_AT_LATEST_S, began + _ASK_SLURM_EVERY_S
     kept = read_secret(None) if place.secret_file is None else None
-    # Below Slurm the file is of node 0's making; elsewhere one that is there already may have come with the job.
+    # Under Slurm node 0 makes the file. Elsewhere one that exists already may be the user's, and stays after the run.
     was_there = "SLURM_JOB_ID" not in os.environ and place.secret_file is not None and _holds_text(place.secret_file)
     own = program_of(target)
     program = own.program if own is not None else None

@@ -7,21 +7,21 @@ the folder that it is typed in.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from importlib import import_module
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
 from plait.clusters.job import (
     GPUS_VARIABLE,
-    LEADER_VARIABLE,
-    PORT_VARIABLE,
-    RANK_VARIABLE,
     SECRET_FILE_VARIABLE,
     SECRET_SUFFIX,
     ClusterJob,
@@ -30,6 +30,7 @@ from plait.clusters.job import (
     Submitted,
     keep_record,
     node_arguments,
+    place_variables,
 )
 from plait.clusters.kubernetes import yaml_text
 from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds
@@ -40,11 +41,13 @@ from plait.clusters.tools import DESCRIBE
 from plait.errors import REQUEUE_EXIT, GaveUp, Interrupted, PlaitError, RunFailed, StopSignal, installing
 from plait.hosts.joining import choose_secret
 from plait.launch.local.signals import SignalMailbox, collected_signals
+from plait.launch.network import local_addresses
 from plait.machines.catalog import find_device_by_driver_name
 from plait.machines.cluster import Cluster
 from plait.machines.machine import CORES_VARIABLE
 from plait.private_folder import make_private_folder
 from plait.recipe.schema import RunConfig
+from plait.run_folder import run_folder
 from plait.screen.screen import Screen
 from plait.units import counted, format_duration
 from plait.working_folder import WorkingFolder
@@ -52,15 +55,20 @@ from plait.working_folder import WorkingFolder
 _OPTIONS: Mapping[str, Option] = {
     "address": Option("Ray's address; that of RAY_ADDRESS, or of the cluster of this machine, if left out"),
     "cpus": Option("cores of each actor, of which a node may then hold several", r"[1-9]\d{0,4}", "16"),
-    "max_nodes": Option("the nodes to grow to, as Ray has room", r"[1-9]\d{0,4}", "8"),
+    "max_nodes": Option("the nodes to grow to, as Ray has room; needs cpus", r"[1-9]\d{0,4}", "8"),
 }
 LOSSES_AT_MOST = 10
 """Lost actors since the last new step was saved, after which the run is given up."""
 ROOM_AT_LATEST_S = 900.0
 """Time in which an autoscaler adds nodes; a cluster that could hold the job, and is busy, is waited for without end."""
-_NAMESPACE = "plait"
 _ANSWER_S = 5.0
+_STOP_ANSWER_S = 30.0
+"""An actor answers at once, also while its agent works; one that waits for Ray does not."""
 _LOOK_S = 0.5
+_GROUP_LOOK_S = 1
+"""A whole number, since Ray cuts fractions off."""
+_LOOKS_AT_NODE_0 = 20
+"""For 10 s: node 0 notices within that time that another node is gone."""
 _SAY_AFTER_S = 10.0
 _AFTER_NODE_0_S = 30.0
 _ACCELERATOR = "accelerator_type:"
@@ -68,29 +76,64 @@ _STOPPED_EXITS = (128 + signal.SIGTERM, 128 + signal.SIGINT, -signal.SIGTERM)
 """The last one where the agent had not begun yet."""
 _CREATION = "creation task"
 """Part of Ray's message where an actor could not be made at all."""
+_VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
+"""In Ray's message about two versions: those of the cluster, then those of this process."""
+_ENDED = "ended"
 
 
 def _ray(address: str | None) -> Any:
-    """Ray's library, connected to a cluster; raises PlaitError where there is none. Ray's own lines stay away."""
+    """Ray's library, connected to a cluster; raises PlaitError where that cannot be."""
     try:
         ray = import_module("ray")
         import_module("ray.util.scheduling_strategies")
     except ImportError:
         raise PlaitError(f"--on ray needs Ray's own library; install it: {installing('plait[ray]')}") from None
+    connect(ray, address)
+    return ray
+
+
+def connect(ray: Any, address: str | None) -> None:
+    """Connect Ray's library to a cluster, without lines of its own; raises PlaitError where no cluster answers, where
+    it has other versions, or where this process is connected to another one already."""
     if ray.is_initialized():
-        return ray
+        connected = str(ray.get_runtime_context().gcs_address)
+        if address not in (None, "auto") and not _is_same_port(address, connected):
+            raise PlaitError(
+                f"this process is connected to the Ray at {connected}, not at {address}; call ray.shutdown() first, or "
+                "use that one"
+            )
+        return
     given = address or os.environ.get("RAY_ADDRESS") or "auto"
     if "://" in given:
         raise PlaitError(f"plait submits from a node of Ray, not through {given}; type it there, or by ray job submit")
     _check_that_something_listens(given)
     before = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=given, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=given, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError) as error:
+        versions = [f"Ray {of_ray} on Python {python}" for of_ray, python in _VERSIONS.findall(str(error))]
+        if len(versions) == 2:
+            raise PlaitError(
+                f"the cluster was started with {versions[0]}, and plait runs with {versions[1]} here; Ray needs the "
+                "same versions of both: run plait in an environment like the cluster's"
+            ) from None
         raise PlaitError(_no_cluster(" ".join(str(error).partition(". ")[0].split()).rstrip("."))) from None
     with suppress(ValueError, TypeError):  # not in the main thread, where Ray sets no handler either; or no Python's
         signal.signal(signal.SIGTERM, before)
-    return ray
+
+
+def _is_same_port(address: str, other: str) -> bool:
+    """Whether two addresses are one port of one machine, which may have several names and addresses."""
+    (host, _, port), (other_host, _, other_port) = address.rpartition(":"), other.rpartition(":")
+    return port == other_port and bool(_machine_addresses(host) & _machine_addresses(other_host))
+
+
+def _machine_addresses(host: str) -> set[str]:
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)}
+    except (OSError, UnicodeError):
+        return {host}
+    return found | {*local_addresses()} if any(ip_address(one).is_loopback for one in found) else found
 
 
 def _check_that_something_listens(address: str) -> None:
@@ -125,18 +168,22 @@ def _cpus(options: Mapping[str, str]) -> int | None:
 
 
 def ray_nodes(answer: Sequence[Mapping[str, Any]], cpus: int | None) -> list[NodeKind]:
-    """The living nodes of ray.nodes(): those with GPUs, or where no node has any, all. Without GPUs a node that has
-    `cpus` cores several times is several."""
+    """The living nodes of ray.nodes(): those with GPUs, or where no node has any, all; only those with `cpus` cores.
+    Without GPUs a node that has them several times is several."""
     resources = [one.get("Resources", {}) for one in answer if one.get("Alive")]
     with_gpus = [_gpu_node(one) for one in resources if int(one.get("GPU", 0))]
-    if with_gpus:
-        return with_gpus
-    cores = [int(one.get("CPU", 0)) for one in resources if one.get("CPU", 0) >= 1]
+    kinds = with_gpus or [
+        NodeKind(device=SERVER, per_node=1, cores=int(one["CPU"])) for one in resources if one.get("CPU", 0) >= 1
+    ]
     if cpus is None:
-        return [NodeKind(device=SERVER, per_node=1, cores=one) for one in cores]
-    if cores and max(cores) < cpus:
-        raise PlaitError(f"--with cpus={cpus}, and no node of Ray has more than {max(cores)} cores; ask for fewer")
-    return [NodeKind(device=SERVER, per_node=1, cores=cpus) for one in cores for _ in range(one // cpus)]
+        return kinds
+    most = max((kind.cores for kind in kinds), default=cpus)
+    if most < cpus:
+        of_ray = "of Ray with GPUs" if with_gpus else "of Ray"
+        raise PlaitError(f"--with cpus={cpus}, and no node {of_ray} has more than {most} cores; ask for fewer")
+    if with_gpus:
+        return [kind for kind in kinds if kind.cores >= cpus]
+    return [replace(kind, cores=cpus) for kind in kinds for _ in range(kind.cores // cpus)]
 
 
 def _gpu_node(resources: Mapping[str, float]) -> NodeKind:
@@ -175,7 +222,7 @@ class ActorsRequest:
     @property
     def words(self) -> str:
         """What is reserved, in words."""
-        each = " and ".join(f"{count} {key}" for key, count in self.bundle.items())
+        each = " and ".join(counted(count, key) for key, count in self.bundle.items())
         return f"{counted(self.nodes, 'actor')} with {each}" + (" each" if self.nodes > 1 else "")
 
 
@@ -186,6 +233,11 @@ def actors_request(job: ClusterJob, cores: int | None, options: Mapping[str, str
         raise PlaitError(f"--with max_nodes={most} is less than the {job.nodes} nodes to begin with; ask for more")
     if most > job.nodes == 1:
         raise PlaitError("a run on one node takes in no others; begin with --nodes 2, or leave --with max_nodes out")
+    if most > job.nodes and cpus is None:
+        raise PlaitError(
+            "--with max_nodes needs --with cpus=N, the number of cores that each actor uses: two of the further actors "
+            "may be on one machine"
+        )
     gpus = {"GPU": job.groups[0].gpus} if job.uses_gpus else {}
     return ActorsRequest(
         bundle={"CPU": cpus or cores or 1, **gpus},
@@ -205,6 +257,7 @@ class RayRun:
 
     def __init__(self, ray: Any, job: ClusterJob, asked: ActorsRequest, folder: Path, screen: Screen) -> None:
         self._ray, self._job, self._asked, self._folder, self._screen = ray, job, asked, folder, screen
+        self._namespace = run_namespace(WorkingFolder(folder), job.run)
         self._secret_file = folder / ".plait" / f"{job.name}-ray{SECRET_SUFFIX}"
         self._group: Any = None
         self._actors: dict[int, Any] = {}
@@ -221,14 +274,14 @@ class RayRun:
         it failed."""
         for rank in range(self._asked.max_nodes):
             self._log(rank).unlink(missing_ok=True)
-        self._secret_file.unlink(missing_ok=True)  # of a command that was killed
-        make_private_folder(self._secret_file.parent)
-        choose_secret(self._secret_file)
         self._group = self._ray.util.placement_group(
-            [dict(self._asked.bundle)] * self._asked.nodes, strategy=self._asked.strategy, name=self._job.name
+            [dict(self._asked.bundle)] * self._asked.nodes,
+            strategy=self._asked.strategy,
+            name=group_name(self._job.name, self._namespace),
         )
         with collected_signals() as stops:
             try:
+                self._make_secret()
                 self._start_all(stops)
                 while 0 in self._working.values():
                     self._look(stops)
@@ -240,6 +293,11 @@ class RayRun:
                 self._kill_all()
                 self._ray.util.remove_placement_group(self._group)
                 self._secret_file.unlink(missing_ok=True)
+
+    def _make_secret(self) -> None:
+        self._secret_file.unlink(missing_ok=True)  # of a command that was killed
+        make_private_folder(self._secret_file.parent)
+        choose_secret(self._secret_file)
 
     def _log(self, rank: int) -> Path:
         return self._folder / log_name(self._job.name, rank)
@@ -267,13 +325,13 @@ class RayRun:
 
     def _wait_for_room(self, stops: SignalMailbox) -> None:
         began, said = time.monotonic(), False
-        while not self._group.wait(_LOOK_S):
+        while not self._group.wait(_GROUP_LOOK_S):
             self._heed(stops)
             waited, could = time.monotonic() - began, self._asked.fits(self._ray.nodes())
             if waited > _SAY_AFTER_S and not said:
                 said = True
-                until = "are free" if could else "are there: its nodes are too few or too small"
-                self._screen.print(f"waits    until Ray's resources for {self._asked.words} {until}; Ctrl-C gives up")
+                why = "other work holds its nodes" if could else "its nodes are too few or too small until more come"
+                self._screen.print(f"waits    Ray has no room yet for {self._asked.words}: {why}; Ctrl-C gives up")
             if waited > ROOM_AT_LATEST_S and not could:
                 raise PlaitError(
                     f"Ray has had no room for {self._asked.words} for {format_duration(ROOM_AT_LATEST_S)}, not even "
@@ -290,7 +348,7 @@ class RayRun:
             )
         made = self._ray.remote(Agent).options(
             name=actor_name(self._job.name, rank, self._made),
-            namespace=_NAMESPACE,
+            namespace=self._namespace,
             num_cpus=self._asked.bundle["CPU"],
             num_gpus=self._asked.bundle.get("GPU", 0),
             max_concurrency=3,  # stop() while work() goes on
@@ -302,9 +360,7 @@ class RayRun:
         address, port = self._leader
         gpus = self._asked.bundle.get("GPU", 0)
         variables = {
-            RANK_VARIABLE: str(rank),
-            LEADER_VARIABLE: address,
-            PORT_VARIABLE: str(port),
+            **place_variables(rank, address, port),
             **({SECRET_FILE_VARIABLE: str(self._secret_file)} if self._asked.nodes > 1 else {}),
             **({GPUS_VARIABLE: str(gpus)} if gpus else {}),
             **({CORES_VARIABLE: str(self._asked.cpus)} if self._asked.cpus else {}),
@@ -322,17 +378,34 @@ class RayRun:
         self._print_new_lines()
         self._heed(stops)
         for work in ended:
-            rank = self._working.pop(work, None)
-            if rank is None:  # of an actor that was killed meanwhile
+            rank = self._working.pop(work)
+            end = self._end_of(work)
+            if rank and (end is None or end[0]) and self._node_0_ends_too(stops):
                 continue
-            try:
-                code, line = self._ray.get(work)
-            except self._ray.exceptions.RayActorError as error:
-                if _CREATION in str(error):
-                    raise
+            if end is None:
                 self._bring_back(rank, "was lost", stops)
             else:
-                self._note_end(rank, code, line, stops)
+                self._note_end(rank, *end, stops)
+
+    def _end_of(self, work: Any) -> tuple[int, str] | None:
+        """An agent's exit code and last line; None where it was lost with its actor."""
+        try:
+            code, line = self._ray.get(work)
+        except self._ray.exceptions.RayActorError as error:
+            if _CREATION in str(error):
+                raise
+            return None
+        return code, line
+
+    def _node_0_ends_too(self, stops: SignalMailbox) -> bool:
+        """Wait a moment for node 0: its end explains another node's, which may come just before."""
+        leaders = [work for work, rank in self._working.items() if rank == 0]
+        for _ in range(_LOOKS_AT_NODE_0):
+            if self._ray.wait(leaders, num_returns=1, timeout=_LOOK_S)[0]:
+                return True
+            self._print_new_lines()
+            self._heed(stops)
+        return False
 
     def _note_end(self, rank: int, code: int, line: str, stops: SignalMailbox) -> None:
         sentence = line.removeprefix("plait: ")
@@ -413,6 +486,17 @@ class RayRun:
                 self._screen.print(whole.decode("utf-8", "replace"))
 
 
+def run_namespace(working: WorkingFolder, run: str) -> str:
+    """Ray's namespace for the actors of a run, by its folder: a run of that name elsewhere has another."""
+    folder = run_folder(run, working).path.resolve()
+    return f"plait-{sha256(os.fsencode(folder)).hexdigest()[:12]}"
+
+
+def group_name(job: str, namespace: str) -> str:
+    """The name of a job's placement group, which a run of that name in another folder does not have."""
+    return f"{job}-{namespace}"
+
+
 def actor_name(job: str, rank: int, made: int) -> str:
     """An actor's name, which no earlier one of the job has."""
     return f"{job}-{rank}-{made}"
@@ -463,10 +547,9 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
 
     def send(screen: Screen, working: WorkingFolder) -> None:
         ray = _ray(options.get("address"))
-        address = str(ray.get_runtime_context().gcs_address)
-        record = Submitted(name=job.run, label=job.name, scheduler="ray", job=address)
-        if _actors(ray, record):
-            raise PlaitError(f"{job.run} is on Ray already; end it first: plait stop {job.run}")
+        address, namespace = str(ray.get_runtime_context().gcs_address), run_namespace(working, job.run)
+        record = Submitted(name=job.run, label=job.name, scheduler="ray", job=address, namespace=namespace)
+        require_ended(ray, record)
         keep_record(record, working)
         more = "" if asked.max_nodes == asked.nodes else f", {asked.max_nodes} at most"
         screen.print(f"sent     {job.run}: {counted(asked.nodes, 'actor')} of Ray{more}; Ctrl-C saves and ends it")
@@ -475,42 +558,78 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
     return Outgoing(file=f"{job.name}.ray.yaml", text=text, run=job.run, send=send)
 
 
+def require_ended(ray: Any, record: Submitted) -> None:
+    """Raise PlaitError where the run has actors, or waits for room: a second command would take its secret away."""
+    state = run_state(ray, record)
+    if state != _ENDED:
+        raise PlaitError(
+            f"{record.name} is on Ray already ({state}); end it first: plait stop {record.name}, or Ctrl-C in the "
+            "terminal where it was submitted"
+        )
+
+
+def run_state(ray: Any, record: Submitted) -> str:
+    """What Ray knows of a run."""
+    actors = _actors(ray, record)
+    if actors:
+        return f"{counted(len(actors), 'actor')} at work"
+    named = group_name(record.label, record.namespace)
+    groups = {one["state"] for one in ray.util.placement_group_table().values() if one["name"] == named} - {"REMOVED"}
+    if not groups:
+        return _ENDED
+    return "its actors are about to start" if "CREATED" in groups else "waits until Ray has room for it"
+
+
+def stop_run(ray: Any, record: Submitted) -> None:
+    """Have node 0 save and end, which ends the run; raises PlaitError where it cannot be asked."""
+    leader = next((actor for name, actor in _actors(ray, record).items() if _rank_of(name) == 0), None)
+    if leader is None:
+        raise PlaitError(
+            f"{record.name} has no node 0 on Ray to be stopped ({run_state(ray, record)}); Ctrl-C in the terminal "
+            "where it was submitted ends a command that waits"
+        )
+    try:
+        ray.get(leader.stop.remote(), timeout=_STOP_ANSWER_S)
+    except ray.exceptions.GetTimeoutError:
+        raise PlaitError(
+            f"node 0 of {record.name} has not answered within {_STOP_ANSWER_S:.0f} s: Ray has not started it yet, or "
+            "its machine is lost; try again later, or press Ctrl-C in the terminal where it was submitted"
+        ) from None
+    except ray.exceptions.RayError:
+        raise PlaitError(
+            f"node 0 of {record.name} ended before it could be stopped; if plait status {record.name} says that it is "
+            "at work again, stop it again"
+        ) from None
+
+
 def _actors(ray: Any, record: Submitted) -> dict[str, Any]:
-    """The living actors of a job by their names, node 0 first."""
+    """The living actors of a run by their names, node 0 first."""
     named = ray.util.list_named_actors(all_namespaces=True)
-    names = [one["name"] for one in named if one["namespace"] == _NAMESPACE]
-    own = [name for name in names if name.rsplit("-", 2)[0] == record.label]
-    return {name: ray.get_actor(name, namespace=_NAMESPACE) for name in sorted(own, key=_rank_of)}
+    names = [one["name"] for one in named if one["namespace"] == record.namespace]
+    found = dict[str, Any]()
+    for name in sorted(names, key=_rank_of):
+        with suppress(ValueError):  # it has died since it was listed
+            found[name] = ray.get_actor(name, namespace=record.namespace)
+    return found
 
 
 def _rank_of(name: str) -> int:
     return int(name.rsplit("-", 2)[1])
 
 
-def _state(record: Submitted) -> str:
-    ray = _ray(record.job)
-    actors = _actors(ray, record)
-    if actors:
-        return f"{counted(len(actors), 'actor')} at work"
-    table = ray.util.placement_group_table().values()
-    waits = any(one["name"] == record.label and one["state"] in ("PENDING", "RESCHEDULING") for one in table)
-    return "waits until Ray has room for it" if waits else "ended"
-
-
 def _log_lines(record: Submitted, working: WorkingFolder) -> Iterator[str]:
     file = working.path / log_name(record.label, 0)
     if not file.is_file():
-        raise PlaitError(f"{record.name} has printed nothing yet: {_state(record)}; look again later")
+        state = run_state(_ray(record.job), record)
+        raise PlaitError(f"{record.name} has printed nothing yet ({state}); look again later")
     yield from file.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
-def _end(record: Submitted) -> None:
-    """Have node 0 save and end, which ends the run."""
-    ray = _ray(record.job)
-    leader = next((actor for name, actor in _actors(ray, record).items() if _rank_of(name) == 0), None)
-    if leader is None:
-        raise PlaitError(f"{record.name} has no actors on Ray ({_state(record)}); Ctrl-C ends a command that waits")
-    ray.get(leader.stop.remote())
-
-
-RAY = ClusterSystem(options=_OPTIONS, cluster=_cluster, prepare=_prepare, state=_state, log_lines=_log_lines, end=_end)
+RAY = ClusterSystem(
+    options=_OPTIONS,
+    cluster=_cluster,
+    prepare=_prepare,
+    state=lambda record: run_state(_ray(record.job), record),
+    log_lines=_log_lines,
+    end=lambda record: stop_run(_ray(record.job), record),
+)

@@ -453,7 +453,9 @@ def _state_in_words(line: str) -> str:
 def _log_lines(record: Submitted, working: WorkingFolder) -> Iterator[str]:
     """The output of a job, or of each task of an array that has printed something, with a line that names its file."""
     label = f"{record.label}-{record.job}"
-    files = sorted(working.path.glob(f"{label}_*.log")) if record.is_array else [working.path / f"{label}.log"]
+    files = [working.path / f"{label}.log"]
+    if record.is_array:
+        files = sorted(working.path.glob(f"{label}_*.log"), key=lambda file: (len(file.name), file.name))  # 2 before 10
     if not any(file.is_file() for file in files):
         raise PlaitError(f"{record.name} has printed nothing yet: it is {_state(record)}; look again later")
     for file in files:

@@ -20,9 +20,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 from plait.clusters.job import (
-    LEADER_VARIABLE,
-    PORT_VARIABLE,
-    RANK_VARIABLE,
     USUAL_PORT,
     ClusterJob,
     ClusterSystem,
@@ -30,6 +27,7 @@ from plait.clusters.job import (
     Submitted,
     keep_record,
     node_arguments,
+    place_variables,
 )
 from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds
 from plait.clusters.request import Option, SubmitRequest
@@ -121,7 +119,8 @@ def start_command(job: ClusterJob, place: SshPlace, rank: int) -> str:
     python = place.python or f"{place.environment_folder}/bin/python"
     agent = f"{python} {shlex.join(node_arguments(job, job.target))}"
     stem = f"{job.name}.node-{rank}"
-    variables = f"{RANK_VARIABLE}={rank} {LEADER_VARIABLE}={shlex.quote(place.leader)} {PORT_VARIABLE}={place.port}"
+    placed = place_variables(rank, place.leader, place.port)
+    variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in placed.items())
     if place.gpus is not None:
         variables += f" CUDA_VISIBLE_DEVICES={','.join(map(str, range(place.gpus)))}"
     secret = "" if job.nodes == 1 else "IFS= read -r PLAIT_SECRET; export PLAIT_SECRET; "

@@ -67,7 +67,8 @@ class RunHosts:
         used = [one for one in came if one.link in _links(self._hosts.members)]  # the plan may leave some out
         who = came_and_went([one.name for one in gone], _names(used))
         who = who or f"{' and '.join(_names(came))} came and is not needed"
-        until = f"until {'it returns' if len(gone) == 1 else 'they return'} (plait join {self._hosts.join_address})"
+        returned = "it returns" if len(gone) == 1 else "they return"
+        until = f"until {returned} (plait join {self._hosts.join_address})" if gone else ""
         return Renewed(plan=plan, subject="hosts", who=who, until=until)
 
     def _cut_off(self) -> Iterator[Departure]:

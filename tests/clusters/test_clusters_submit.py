@@ -366,9 +366,9 @@ def test_an_array_s_tasks_are_found_by_its_name(tools: Tools, tmp_path: Path) ->
         send(request)
     with pytest.raises(PlaitError, match="has printed nothing yet"):
         list(job_log_lines("play"))
-    for task in range(2):
+    for task in (10, 2):
         (tmp_path / f"play-17_{task}.log").write_text(f"task {task}\n")
-    assert list(job_log_lines("play")) == ["==> play-17_0.log <==", "task 0", "==> play-17_1.log <==", "task 1"]
+    assert list(job_log_lines("play")) == ["==> play-17_2.log <==", "task 2", "==> play-17_10.log <==", "task 10"]
     assert "has not begun" in (missing_run_line("play") or "")
     (tmp_path / "runs" / "play-1").mkdir(parents=True)
     with pytest.raises(PlaitError, match=r"a run of its own: plait status play-1$"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -300,8 +299,7 @@ def test_a_worker_is_killed_while_the_disk_is_full(tmp_path: Path) -> None:
     """The kill does not wait for the disk, which has room again once a save has failed."""
     board = ProgressBoard(2)
     os.set_inheritable(board.descriptor, True)
-    (tmp_path / "checkpoints" / "step-4").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step-4" / "manifest.json").touch()
+    checkpoint_appears(tmp_path / "checkpoints", 4)
     messages = tmp_path / FAULT_FOLDER
     ranks = RunningRanks(os.getpid(), [RanksOnHost(ranks=range(2), logs=tmp_path)])
     SlotWriter(board.descriptor, 0).step(7)
@@ -314,14 +312,26 @@ def test_a_worker_is_killed_while_the_disk_is_full(tmp_path: Path) -> None:
         with Injector(faults, ranks, folder=tmp_path, steps=60) as injector:
             assert victims[1].wait(60) == -signal.SIGKILL
             assert (messages / FULL_DISK).exists()
+            checkpoint_appears(
+                tmp_path / "checkpoints", 6
+            )  # found room before the fault, and is no sign that there is some again
             (messages / FAILED_SAVE).touch()
             wait_until(lambda: not (messages / FULL_DISK).exists() and injector.injected[0].found_at is not None)
             assert injector.injected[0].back_at is None
-            shutil.copytree(tmp_path / "checkpoints" / "step-4", tmp_path / "checkpoints" / "step-8")
+            later_s = time.time()
+            checkpoint_appears(tmp_path / "checkpoints", 8)
             wait_until(lambda: injector.injected[0].back_at is not None)
+            assert (injector.injected[0].back_at or 0.0) >= later_s
         for victim in victims:
             victim.kill()
     board.close()
+
+
+def checkpoint_appears(checkpoints: Path, step: int) -> None:
+    staging = checkpoints / f".step-{step}.staging"
+    staging.mkdir(parents=True)
+    (staging / "manifest.json").touch()
+    staging.rename(checkpoints / f"step-{step}")
 
 
 def test_a_save_that_fails_counts_as_none_where_kills_are_drawn() -> None:

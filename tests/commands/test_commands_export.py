@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import shutil
@@ -10,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from plait.checkpoint.durable import is_full_disk
 from plait.checkpoint.store import checkpoint_for, publish, staging_for
 from plait.checkpoint.transfer import TensorSlice, write_rank
 from plait.commands.answering.chat import open_chat
@@ -25,7 +28,7 @@ from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate,
 from plait.data.preparation.build import DataRequest
 from plait.data.preparation.prepare import prepare_corpus
 from plait.data.sources import Source
-from plait.errors import PlaitError
+from plait.errors import PlaitError, disk_advice, is_out_of_space
 from plait.interop.base_model import read_base_model
 from plait.interop.read_weights import load_model_from
 from plait.layout import Layout
@@ -278,6 +281,18 @@ def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path: Path) -> None:
         write_export("tiny", Path("out"), screen=SilentScreen(), working=working)
     assert refused.value.exit_code == 2
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*.part"))
+
+
+def test_a_full_disk_without_an_error_number_is_known_as_one() -> None:
+    """numpy, by which GGUF files and shards are written, names none."""
+    numbers = np.zeros(10_000)
+    with Path("/dev/full").open("wb") as full:
+        for write in (numbers.tofile, lambda file: np.save(file, numbers)):
+            with pytest.raises(OSError, match="requested and") as caught:
+                write(full)
+            assert caught.value.errno is None and is_out_of_space(caught.value) and is_full_disk(caught.value)
+            assert disk_advice(caught.value) == "free some space"
+    assert not is_out_of_space(OSError("10 requested of 5")) and not is_full_disk(OSError(errno.EACCES, "denied"))
 
 
 GGUF_SHAPE: dict[str, object] = {"width": 64, "head_width": 32, "ffn": 96}

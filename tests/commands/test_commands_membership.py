@@ -185,6 +185,14 @@ def test_a_host_that_is_lost_while_the_others_are_planned_for_is_left_out_too(tm
     assert renewed and renewed.who == "c and b are gone" and renewed.until.startswith("until they return")
 
 
+def test_a_host_that_joins_does_not_make_the_run_slower_until_something_returns(tmp_path: Path, plan: Plan) -> None:
+    membership = _Membership([member("b")], HostChange(gone=(), came=(member("c"),)))
+    workers, _ = workers_of(tmp_path, membership, lambda names: copies(plan, 1 + len(names), 4.0))
+    renewed = workers.renewed(plan, None)
+    assert renewed and renewed.who == "c joined"
+    assert change_text(copies(plan, 2, 3.0), renewed) == "hosts    c joined: 3 copies in place of 2, 25% slower"
+
+
 def test_new_hosts_of_no_use_are_sent_away_with_the_reason_and_the_others_go_on(tmp_path: Path, plan: Plan) -> None:
     def plan_for(names: tuple[str, ...]) -> Plan:
         if "gpu" in names or "e" in names:

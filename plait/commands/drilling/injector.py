@@ -185,11 +185,13 @@ class Injector:
 
     def _give_disk_back(self, number: int) -> None:
         """Wait until a save has failed for want of room and a later one has gone well, while other faults come."""
-        before, injected = published_checkpoints(self._checkpoints)[-1:], self.injected[number]
+        injected = self.injected[number]
         with suppress(_Over):
             try:
                 # At the end the save must go well: there the disk is given back in any case.
                 self._await(lambda: self._failed_save.exists() or self._is_near_end(0), _LOOK_AT_SAVES_S)
+                # Only now: a save that found room before the fault may have been published since.
+                before = published_checkpoints(self._checkpoints)[-1:]
             finally:
                 self._full_disk.unlink()
             if not self._failed_save.exists():

@@ -22,7 +22,7 @@ from plait.data.preparation.kept_progress import KEEP_EVERY_BYTES, ProgressKeepe
 from plait.data.preparation.tokens import Tokenizer, bpe_vocabulary
 from plait.data.preparation.writer import ShardWriter
 from plait.data.sources import OpenSource, Source
-from plait.errors import PlaitError
+from plait.errors import PlaitError, is_out_of_space
 from plait.units import format_bytes
 
 Progress = Callable[[int, int, str], None]
@@ -178,7 +178,7 @@ def write_shards(
         for each in writers.values():
             each.close_shard()
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if is_out_of_space(error) or error.errno == errno.EFBIG:
             raise _disk_full_error(folder, sum(each.bytes_written for each in writers.values()), done, total) from error
         raise
     work.on_progress(total, total, "tokenizing")

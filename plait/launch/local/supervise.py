@@ -228,7 +228,7 @@ class Supervision:
 
     def _time_is_up(self) -> None:
         if self._phase == "killed":
-            if self._must_hear_of_the_end():
+            if self._awaits_ends_of_hosts():
                 self._deadline = time.monotonic() + _LOOK_AGAIN_S
             else:
                 self._open.clear()
@@ -244,9 +244,9 @@ class Supervision:
         else:
             self._give_up_waiting()
 
-    def _must_hear_of_the_end(self) -> bool:
-        """Whether to wait for joined hosts that have not said that their part is over: one that is busy says so late,
-        and takes no other job before. Of one that is lost its connection tells."""
+    def _awaits_ends_of_hosts(self) -> bool:
+        """Whether joined hosts have yet to report that their part of the job has ended. A busy host reports late, and
+        starts no other job until then; a lost one is noticed by its connection."""
         goes_on = self._stopped_by == "finished" and any(site.host for site in self._open)
         return goes_on and time.monotonic() < self._killed_s + self._timeouts.busy_s
 
