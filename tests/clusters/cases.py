@@ -47,7 +47,7 @@ CASES: Mapping[str, SubmitRequest] = {
         options=("cpus=16", "memory=64G", "image=docker://registry.example/plait:1", "reservation=course"),
     ),
     "ray-grows": SubmitRequest(
-        target=("web.toml",), scheduler="ray", cluster="16x(8xH100)", nodes=2, options=("max_nodes=4",)
+        target=("web.toml",), scheduler="ray", cluster="16x(8xH100)", nodes=2, options=("max_nodes=4", "cpus=64")
     ),
     "ssh-office": SubmitRequest(
         target=("web.toml", "train.budget=200 steps"),
