@@ -137,6 +137,8 @@ def test_a_stopped_run_is_saved_and_the_same_command_continues_it(address: str, 
     wait_while_running(lambda: bool(place.checkpoints("stopped")), process, within_s=WITHIN_S)
     again = ended(place.submit("stopped", *words), within_s=WITHIN_S)
     assert again.code == 2 and "plait stop stopped" in again.sentence()
+    assert_other_folders_run_stays_alone(address, tmp_path / "elsewhere")
+    assert "2 actors at work" in place.run("status", "stopped", within_s=WITHIN_S).out and process.poll() is None
     assert place.run("stop", "stopped", within_s=WITHIN_S).code == 0
     said = ended(process, within_s=WITHIN_S)
     assert said.code == 143 and "the same command continues" in said.err, said
@@ -151,6 +153,36 @@ def test_a_stopped_run_is_saved_and_the_same_command_continues_it(address: str, 
         if "loss" in line
     ]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > saved
+
+
+def assert_other_folders_run_stays_alone(address: str, folder: Path) -> None:
+    """A run of the same name in another folder, as another user of this Ray has it, and a command that would end it."""
+    place = PlaceOnRay(folder, address)
+    said = ended(place.submit("stopped", *even(2), "train.budget=20 steps", "--nodes", "2"), within_s=WITHIN_S)
+    assert said.code == 0, said
+    over = place.run("stop", "stopped", within_s=WITHIN_S)
+    assert over.code == 2 and "stopped has no node 0 on Ray to be stopped (ended)" in over.sentence()
+
+
+def test_a_second_command_is_refused_while_the_first_waits_for_room(address: str, tmp_path: Path) -> None:
+    """Two actors with three cores each do not fit on a machine of four."""
+    place = PlaceOnRay(tmp_path, address)
+    words = ("submit", "tiny.toml", "run.name=waits", *even(2), "--nodes", "2", "--cluster", "2x(1xserver)")
+    words = (*words, "--on", "ray", "--with", "cpus=3")
+    first = place.start(*words)
+    assert first.stdout is not None
+    assert any("waits    Ray has no room yet for 2 actors with 3 CPUs each" in line for line in first.stdout)
+    assert "waits on ray: waits until Ray has room for it" in place.run("status", "waits", within_s=WITHIN_S).out
+    secrets = {file: file.read_text() for file in (place.folder / ".plait").glob("*.secret")}
+    again = place.run(*words, within_s=WITHIN_S)
+    assert again.code == 2 and "waits is on Ray already (waits until Ray has room for it)" in again.sentence()
+    assert {file: file.read_text() for file in (place.folder / ".plait").glob("*.secret")} == secrets
+    stop = place.run("stop", "waits", within_s=WITHIN_S)
+    assert stop.code == 2 and "Ctrl-C in the terminal where it was submitted" in stop.sentence()
+    first.send_signal(signal.SIGINT)
+    assert ended(first, within_s=WITHIN_S).code == 130
+    assert not list((place.folder / ".plait").glob("*.secret"))
+    assert "waits on ray: ended" in place.run("status", "waits", within_s=WITHIN_S).out
 
 
 @pytest.mark.parametrize(
