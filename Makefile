@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-ray test-history test-gpu test-cuda-build test-tpu test-newest slurm faults check docs bench speedrun bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-ray test-renters test-history test-gpu test-cuda-build test-tpu test-newest slurm faults check docs bench speedrun bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -73,7 +73,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two parts run side by side, about equally long. Each prints its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces
 COMMANDS := tests/end_to_end tests/launch tests/data tests/commands tests/planner
-MARKED := not slow and not gpu and not benchmark and not browser and not sinks and not ray and not history
+MARKED := not slow and not gpu and not benchmark and not browser and not sinks and not ray and not renters and not history
 
 test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
@@ -88,7 +88,7 @@ test-pieces: env-dev
 
 test-all: env-dev  ## the long suites as well, an hour or more on two cores
 	$(BIN)/python -m pytest tests/architecture
-	+@$(PARTS) MARKED="not gpu and not benchmark and not browser and not sinks and not ray and not history"
+	+@$(PARTS) MARKED="not gpu and not benchmark and not browser and not sinks and not ray and not renters and not history"
 
 test-benchmarks: env-dev  ## the benchmarks for GPUs, in small on a processor: before figures of one are published
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark
@@ -118,6 +118,11 @@ test-sinks: env-dev  ## W&B, MLflow and Trackio as they are, offline; installs t
 test-ray: env-dev  ## a real Ray of one node on this machine, and runs on it; installs Ray (70 MB) into .ray
 	$(BIN)/python -m pip install --quiet --upgrade --target .ray "ray>=2.40"
 	PLAIT_RAY=$(CURDIR)/.ray $(BIN)/python -m pytest tests/ray -m ray
+
+test-renters: env-dev  ## what plait submits to SkyPilot and dstack, read by their own parsers; installs both into .renters
+	$(BIN)/python -m pip install --quiet --upgrade --target .renters/skypilot skypilot
+	$(BIN)/python -m pip install --quiet --upgrade --target .renters/dstack dstack
+	PLAIT_RENTERS=$(CURDIR)/.renters $(BIN)/python -m pytest tests/clusters -m renters
 
 test-history: env-dev  ## mistakes of released packages, found by plait check in these releases; downloads 100 MB
 	PLAIT_HISTORY=$(CURDIR)/.history $(BIN)/python -m pytest tests/checking -m history

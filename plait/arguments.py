@@ -56,7 +56,9 @@ _WANTED: Mapping[str, _Wanted] = {
     "limit_s": _REAL,
     "md": _OPTIONAL_PATH,
     "on": _Wanted(
-        text='"slurm", "ssh", "kubernetes" or "ray"', types=(str,), words=("slurm", "ssh", "kubernetes", "ray")
+        text='"slurm", "ssh", "kubernetes", "ray", "skypilot" or "dstack"',
+        types=(str,),
+        words=("slurm", "ssh", "kubernetes", "ray", "skypilot", "dstack"),
     ),
     "pool": _OPTIONAL_PATH,
     "port": _NATURAL,

@@ -181,7 +181,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSystem:
-    """What plait does with Slurm, Kubernetes, Ray or ssh; each operation raises PlaitError."""
+    """What plait does with Slurm, Kubernetes, Ray, ssh, SkyPilot or dstack; each operation raises PlaitError."""
 
     options: Mapping[str, Option]
     """The keys of `--with`."""

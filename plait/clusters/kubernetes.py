@@ -44,9 +44,9 @@ from plait.working_folder import WorkingFolder
 _QUANTITY = r"\d+(\.\d+)?([kMGTPE]|[KMGTPE]i)?"
 _OBJECT_NAME = r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 _HOST = r"[A-Za-z0-9][A-Za-z0-9.-]*(:\d+)?"
-_IMAGE = rf"({_HOST}/)?[a-z0-9]+([._-]+[a-z0-9]+|/[a-z0-9]+)*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]+)?"
+IMAGE_FORM = rf"({_HOST}/)?[a-z0-9]+([._-]+[a-z0-9]+|/[a-z0-9]+)*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]+)?"
 _OPTIONS: Mapping[str, Option] = {
-    "image": Option("the container image (needed)", _IMAGE, "registry.example/plait:1"),
+    "image": Option("the container image (needed)", IMAGE_FORM, "registry.example/plait:1"),
     "namespace": Option("the namespace", r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "research"),
     "queue": Option("Kueue's LocalQueue", _OBJECT_NAME, "research"),
     "volume": Option("a claim that exists; one is made if left out", _OBJECT_NAME, "my-claim"),

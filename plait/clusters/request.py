@@ -14,7 +14,7 @@ from plait.errors import PlaitError
 from plait.regular_file import read_regular_file
 from plait.units import parse_amount
 
-Scheduler = Literal["slurm", "ssh", "kubernetes", "ray"]
+Scheduler = Literal["slurm", "ssh", "kubernetes", "ray", "skypilot", "dstack"]
 JobKind = Literal["jobset", "trainjob", "job"]
 SHORTEST_TIME_S = 60
 _OWN_TEXT_BYTES = 1 << 20
@@ -109,7 +109,10 @@ def parse_scheduler(text: str) -> Scheduler:
     for scheduler in get_args(Scheduler):
         if text == scheduler:
             return scheduler
-    raise PlaitError(f'--on "{text}" is not a scheduler that plait submits to; write slurm, ssh, kubernetes or ray')
+    known = get_args(Scheduler)
+    raise PlaitError(
+        f'--on "{text}" is not a scheduler that plait submits to; write {", ".join(known[:-1])} or {known[-1]}'
+    )
 
 
 def parse_kind(text: str) -> JobKind:

@@ -30,7 +30,7 @@ from plait.clusters.job import (
     place_variables,
 )
 from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds
-from plait.clusters.request import Option, SubmitRequest
+from plait.clusters.request import Option, Scheduler, SubmitRequest
 from plait.clusters.tools import archive_command, complaint_text, tool_answer, unpack_answer
 from plait.data.index import file_sha256
 from plait.errors import PlaitError, RunFailed
@@ -209,15 +209,22 @@ class EnvironmentFiles:
 
 
 def environment_files(named: str | None) -> EnvironmentFiles:
-    """The wheel that is named, or the newest in dist/; raises PlaitError where there is none."""
+    """The wheel that is named, or the newest in dist/, with a lock file; raises PlaitError where there is none."""
+    wheel = find_wheel(named, "a Python that has plait by --with python=PATH")
+    return EnvironmentFiles(wheel=wheel, lock="".join(f"{line}\n" for line in lock_lines("plait")))
+
+
+def find_wheel(named: str | None, otherwise: str) -> Path:
+    """The wheel that is named, or the newest in dist/; raises PlaitError where there is none, with what to name
+    otherwise."""
     wheels = [Path(named)] if named else sorted(Path("dist").glob("plait-*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels or not wheels[-1].is_file():
         where = named or "dist/"
         raise PlaitError(
             f"there is no wheel of plait to send ({where}); type make wheel where plait's source is, and name the file "
-            "by --with wheel=FILE, or name a Python that has plait by --with python=PATH"
+            f"by --with wheel=FILE, or name {otherwise}"
         )
-    return EnvironmentFiles(wheel=wheels[-1], lock="".join(f"{line}\n" for line in lock_lines("plait")))
+    return wheels[-1]
 
 
 def lock_lines(package: str) -> list[str]:
@@ -249,30 +256,36 @@ class InputFiles:
     settings: tuple[str, ...] = ()
 
 
-def input_files(target: Sequence[str], config: RunConfig | None) -> InputFiles:
-    """The files for node 0; raises PlaitError for a folder, and for a text that is a name on the hub."""
+def input_files(
+    target: Sequence[str], config: RunConfig | None, *, on: Scheduler = "ssh", folder: str = ""
+) -> InputFiles:
+    """The files for node 0, which will be in `folder` there; raises PlaitError for a folder, and for a text that is a
+    name on the hub."""
+    place = "the first machine" if on == "ssh" else "its volume"
+
+    def there(path: Path) -> str:
+        return f"{folder}/{path.name}" if folder else path.name
+
     if config is None:
         return InputFiles(paths=(Path(target[0]),))
     named = config.data.files
     texts = [named] if isinstance(named, str) else list(named)
     paths = [Path(text) for text in texts if isinstance(text, str)]
     if len(paths) < len(texts):
-        raise PlaitError("ssh sends files by their names alone; put this recipe's texts on the first machine yourself")
+        raise PlaitError(f"--on {on} copies files by their names alone; put this recipe's texts on {place} yourself")
     for path in paths:
         if not path.is_file():
-            raise PlaitError(
-                f"{path} is not a single file, and --on ssh copies single files only; copy it to the first machine"
-            )
-    settings = [f"data.files={json.dumps([path.name for path in paths])}"]
-    for key, path in _other_inputs(target, config):
+            raise PlaitError(f"{path} is not a single file, and --on {on} copies single files only; copy it to {place}")
+    settings = [f"data.files={json.dumps([there(path) for path in paths])}"]
+    for key, path in _other_inputs(target, config, on):
         paths.append(path)
-        settings.append(f"{key}={json.dumps(path.name)}")
+        settings.append(f"{key}={json.dumps(there(path))}")
     if len({path.name for path in paths}) < len(paths):
-        raise PlaitError("two files of this recipe have the same name, and ssh sends both to one folder; rename one")
+        raise PlaitError("two files of this recipe have the same name, and all are copied to one folder; rename one")
     return InputFiles(paths=(Path(target[0]), *paths), settings=tuple(settings))
 
 
-def _other_inputs(target: Sequence[str], config: RunConfig) -> Iterator[tuple[str, Path]]:
+def _other_inputs(target: Sequence[str], config: RunConfig, on: Scheduler) -> Iterator[tuple[str, Path]]:
     """Further files that the recipe names, by key, except those whose path on the machines was given."""
     read = {
         "model.from": config.model.from_,
@@ -288,7 +301,7 @@ def _other_inputs(target: Sequence[str], config: RunConfig) -> Iterator[tuple[st
             continue
         if path.is_dir():
             raise PlaitError(
-                f"{key} is the folder {path}, and ssh sends single files; put it on each machine, and add "
+                f"{key} is the folder {path}, and --on {on} copies single files; put it on each machine, and add "
                 f"{key}=/ITS/PLACE/THERE to this command"
             )
         yield key, path
@@ -385,16 +398,16 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
         gpus=request.gpus,
     )
     there = replace(job, target=(Path(job.target[0]).name, *job.target[1:], *inputs.settings))
-    wheel, lock = (_shown(environment.wheel), environment.lock) if environment else ("", "")
+    wheel, lock = (shown_path(environment.wheel), environment.lock) if environment else ("", "")
     return Outgoing(
         file=f"{job.name}.ssh.sh",
-        text=ssh_script(there, place, wheel, lock, tuple(_shown(path) for path in inputs.paths)),
+        text=ssh_script(there, place, wheel, lock, tuple(shown_path(path) for path in inputs.paths)),
         run=job.run,
         send=lambda screen, working: _send(there, place, environment, inputs.paths, screen, working),
     )
 
 
-def _shown(path: Path) -> str:
+def shown_path(path: Path) -> str:
     """A path relative to this folder, if it is below it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

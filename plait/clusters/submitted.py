@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from plait.clusters.job import ClusterSystem, Submitted, find_record, record_if_any
 from plait.clusters.kubernetes import KUBERNETES
 from plait.clusters.ray import RAY
+from plait.clusters.rented import DSTACK, SKYPILOT
 from plait.clusters.request import Scheduler
 from plait.clusters.slurm import SLURM
 from plait.clusters.ssh import SSH
@@ -19,7 +20,14 @@ from plait.run_folder import run_folder
 from plait.screen.screen import Screen
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
-SYSTEMS: Mapping[Scheduler, ClusterSystem] = {"slurm": SLURM, "kubernetes": KUBERNETES, "ssh": SSH, "ray": RAY}
+SYSTEMS: Mapping[Scheduler, ClusterSystem] = {
+    "slurm": SLURM,
+    "kubernetes": KUBERNETES,
+    "ssh": SSH,
+    "ray": RAY,
+    "skypilot": SKYPILOT,
+    "dstack": DSTACK,
+}
 FETCHED_MARK = "fetched.json"
 """Marks a run's folder as a copy, which may be replaced."""
 
@@ -39,6 +47,10 @@ def missing_run_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str 
         return None
     if tasks := _tasks_text(record, working):
         return f"status   {tasks}"
+    if record.scheduler in ("skypilot", "dstack"):
+        return (
+            f"status   its run is where it trains; plait logs {name} says how far it is, and plait fetch {name} where"
+        )
     if SYSTEMS[record.scheduler].copy is not None:
         return f"status   its run is not here; once it has begun to train, plait fetch {name} copies it"
     return f"status   it has not begun to train; plait logs {name} says how far it is, or why it ended"

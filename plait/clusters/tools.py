@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from plait.errors import PlaitError
 
@@ -16,6 +18,8 @@ _SLURM_HERE = f"log in where Slurm is, or {DESCRIBE} and add --dry-run"
 _INSTALL = {
     "kubectl": f"install it, or {DESCRIBE} and add --dry-run",
     "ssh": "install openssh-client",
+    "sky": "install it, pip install skypilot, or add --dry-run",
+    "dstack": "install it, pip install dstack, or add --dry-run",
 }
 _FIXES = (
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is another than before: make sure that the machine was "
@@ -57,12 +61,26 @@ _FIXES = (
 """Error messages of schedulers and ssh, and how to fix each."""
 
 
-def tool_answer(command: Sequence[str], *, about: str, stdin: str = "", within_s: float = ANSWER_AT_LATEST_S) -> str:
-    """The standard output of a program; raises PlaitError with what it is `about`, the program's own message and the
-    fix."""
+def tool_answer(
+    command: Sequence[str],
+    *,
+    about: str,
+    stdin: str = "",
+    within_s: float = ANSWER_AT_LATEST_S,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """The standard output of a program, which is given these variables of the environment beside plait's own; raises
+    PlaitError with what it is `about`, the program's own message and the fix."""
     try:
         done = subprocess.run(
-            list(command), input=stdin, capture_output=True, text=True, timeout=within_s, errors="replace", check=False
+            list(command),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=within_s,
+            errors="replace",
+            env={**os.environ, **environment},
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise PlaitError(f"{about}: {command[0]} gave no answer within {within_s:.0f} s; try again later") from None

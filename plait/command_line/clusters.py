@@ -23,7 +23,9 @@ def submit_command(
         bool,
         typer.Option("--module", "-m", help="Submit a module by name, like plait run -m: plait submit -m pkg.train."),
     ] = False,
-    on: Annotated[str, typer.Option("--on", metavar="slurm|ssh|kubernetes|ray", help="Where to submit it.")],
+    on: Annotated[
+        str, typer.Option("--on", metavar="slurm|ssh|kubernetes|ray|skypilot|dstack", help="Where to submit it.")
+    ],
     cluster: Annotated[
         str | None,
         typer.Option("--cluster", metavar="MACHINES", help='The machines: "4x(8xH100)+400G"; default: ask.'),
@@ -45,7 +47,7 @@ def submit_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the files that would be used.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Only write them to this folder.")] = None,
 ) -> None:
-    """Run on as many nodes of a cluster as pay off. Slurm, Kubernetes, Ray or ssh starts it."""
+    """Run on as many nodes as pay off. Slurm, Kubernetes, Ray, ssh, SkyPilot or dstack starts it."""
     from plait.clusters.request import SubmitRequest, parse_kind, parse_machines, parse_scheduler
     from plait.clusters.submit import submit_or_show
     from plait.clusters.target import MODULE_OPTION

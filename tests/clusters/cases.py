@@ -1,4 +1,4 @@
-"""Seven clusters and what is submitted to them, as a person types it."""
+"""Clusters and what is submitted to them, as a person types it."""
 
 from __future__ import annotations
 
@@ -49,6 +49,27 @@ CASES: Mapping[str, SubmitRequest] = {
     "ray-grows": SubmitRequest(
         target=("web.toml",), scheduler="ray", cluster="16x(8xH100)", nodes=2, options=("max_nodes=4", "cpus=64")
     ),
+    "skypilot-spot": SubmitRequest(
+        target=("web.toml", "run.name=spot"),
+        scheduler="skypilot",
+        cluster="4x(8xA100)",
+        nodes=2,
+        options=("spot=yes", "volume=web-work", "wheel=plait-0.2.0-py3-none-any.whl", "infra=k8s", "memory=512"),
+    ),
+    "dstack-spot": SubmitRequest(
+        target=("web.toml", "run.name=spot"),
+        scheduler="dstack",
+        cluster="4x(8xA100)",
+        nodes=2,
+        options=("spot=yes", "volume=web-work-{rank}", IMAGE, "cpus=48"),
+    ),
+    "dstack-processors": SubmitRequest(
+        target=("train_digits.py", "--name", "a b"),
+        scheduler="dstack",
+        cluster="1x(1xserver)",
+        nodes=1,
+        options=("wheel=plait-0.2.0-py3-none-any.whl",),
+    ),
     "ssh-office": SubmitRequest(
         target=("web.toml", "train.budget=200 steps"),
         scheduler="ssh",
@@ -87,3 +108,4 @@ def write_inputs(folder: Path) -> None:
     (folder / "web.toml").write_text(RECIPE)
     (folder / "web.txt").touch()  # nothing to estimate its tokens from: the plan takes the usual ones
     (folder / "train_digits.py").write_text("import plait\n\nplait.spread\n")
+    (folder / "plait-0.2.0-py3-none-any.whl").touch()  # named, and not opened

@@ -68,6 +68,25 @@ def test_the_other_examples_are_read_as_they_are() -> None:
     lines = parse_own_lines((EXAMPLES / "slurm-lines.sh").read_text(), "slurm-lines.sh")
     assert "gpus-per-node" in lines.replaced and lines.shell[0] == "module load cuda/12.8"
     assert {"Pod", "JobSet"} == parse_patch((EXAMPLES / "kubernetes-patch.yaml").read_text(), "patch").keys()
-    for name in ("skypilot.yaml", "dstack.yaml"):
-        text = (EXAMPLES / name).read_text()
-        assert yaml.safe_load(text)["name"] == "play" and "PLAIT_NODE_RANK=" in text and "plait node --nodes" in text
+
+
+@pytest.mark.parametrize(
+    ("tool", "program", "volumes"),
+    [
+        ("skypilot", "sky", ["volumes apply --yes {folder}/volume.yaml"]),
+        ("dstack", "dstack", [f"apply --yes --file {{folder}}/volume.yaml --name play-work-{rank}" for rank in (0, 1)]),
+    ],
+)
+def test_rented_machines_have_a_volume_before_the_job_is_sent(
+    tool: str, program: str, volumes: list[str], tmp_path: Path
+) -> None:
+    for name in (program, "plait"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/{name}.calls\n')
+        (tmp_path / name).chmod(0o755)
+    folder = EXAMPLES.parent / tool
+    subprocess.run([folder / "submit.sh"], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60, check=True)
+    calls = [(tmp_path / f"{name}.calls").read_text().splitlines() for name in (program, "plait")]
+    assert calls[0] == [line.format(folder=folder) for line in volumes]
+    [submit] = calls[1]
+    assert submit.startswith(f"submit play.toml --on {tool} --cluster 2x(8xH100) --nodes 2 ")
+    assert "--with spot=yes --with volume=play-work" in submit and yaml.safe_load((folder / "volume.yaml").read_text())

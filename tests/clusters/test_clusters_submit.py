@@ -248,7 +248,7 @@ def test_the_complaint_of_another_program_is_one_sentence_with_the_mend(said: st
         (lambda: parse_time_s("30"), '"8 hours" or 08:00:00'),
         (lambda: parse_time_s("soon"), '"8 hours" or 08:00:00'),
         (lambda: parse_time_s("10 s"), "too short"),
-        (lambda: parse_scheduler("pbs"), "slurm, ssh, kubernetes or ray"),
+        (lambda: parse_scheduler("pbs"), "slurm, ssh, kubernetes, ray, skypilot or dstack"),
         (lambda: parse_kind("pod"), "jobset, trainjob or job"),
         (lambda: parse_machines("a,,b"), "not the name of a machine"),
         (lambda: parse_machines("-oProxyCommand=reboot"), "not the name of a machine"),

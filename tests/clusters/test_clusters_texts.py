@@ -1,4 +1,4 @@
-"""What is sent to seven clusters, word for word; UPDATE_GOLDEN=1 writes the texts again for review."""
+"""What is sent to some clusters, word for word; UPDATE_GOLDEN=1 writes the texts again for review."""
 
 from __future__ import annotations
 

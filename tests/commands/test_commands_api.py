@@ -298,7 +298,10 @@ WRONG: tuple[tuple[Callable[[], object], str], ...] = (
     (lambda: plait.evaluate("play", 3, folder="work"), r"files = 3 is not usable; give a list of texts"),  # type: ignore[arg-type]
     (lambda: plait.Run("work"), r'there is no run "work"'),
     (lambda: plait.probe(workers=True), r"workers = True is not usable"),
-    (lambda: plait.submit("a.py", on="pbs"), r'on = .pbs. is not usable; give "slurm", "ssh", "kubernetes" or "ray"'),  # type: ignore[arg-type]
+    (
+        lambda: plait.submit("a.py", on="pbs"),
+        r'on = .pbs. is not usable; give "slurm", "ssh", "kubernetes", "ray", "skyp',
+    ),  # type: ignore[arg-type]
     (lambda: plait.submit("a.py", on="ssh", options={"machines": 3}), r"machines = 3 is .* give a list of texts"),
     (lambda: plait.submit("a.py", "--epochs 3", on="slurm"), r"give a list of texts, one for each argument"),
     (lambda: plait.submit("a.py", on="ssh", options={"machines": ["-oProxy"]}), r"not the name of a machine"),
