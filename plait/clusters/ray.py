@@ -330,7 +330,7 @@ class RayRun:
             waited, could = time.monotonic() - began, self._asked.fits(self._ray.nodes())
             if waited > _SAY_AFTER_S and not said:
                 said = True
-                why = "other work holds its nodes" if could else "its nodes are too few or too small until more come"
+                why = "other work holds its nodes" if could else "it needs more or larger nodes"
                 self._screen.print(f"waits    Ray has no room yet for {self._asked.words}: {why}; Ctrl-C gives up")
             if waited > ROOM_AT_LATEST_S and not could:
                 raise PlaitError(
