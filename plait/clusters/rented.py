@@ -45,6 +45,8 @@ SENT_AT_LATEST_S = 1800.0
 """SkyPilot may start a machine of its own first, which looks after its jobs."""
 RESTARTED_WITHIN_S = 600
 """dstack notices a lost machine within minutes, and then starts all nodes again."""
+_NO_SKYPILOT_JOBS = "No in-progress managed jobs"
+"""SkyPilot's words where the machine that looks after its jobs is not up."""
 _RANK_OF_NODE = "{rank}"
 _NAME = r"[a-z0-9]([-a-z0-9]{0,60}[a-z0-9])?"
 _OPTIONS: Mapping[str, Option] = {
@@ -359,7 +361,12 @@ def _skypilot_launch(job: ClusterJob, file: Path) -> list[str]:
 
 def _skypilot_state(record: Submitted) -> RentedState | None:
     """The newest job of that name, or the one of that number."""
-    said = tool_answer(["sky", "jobs", "queue", "--output", "json"], about="SkyPilot's jobs")
+    try:
+        said = tool_answer(["sky", "jobs", "queue", "--output", "json"], about="SkyPilot's jobs")
+    except PlaitError as error:
+        if _NO_SKYPILOT_JOBS in str(error):
+            return None
+        raise
     try:
         jobs = json.loads(said[said.index("[") :])
         own = [one for one in jobs if one["job_name"] == record.label and record.job in ("", str(one["job_id"]))]

@@ -28,7 +28,9 @@ SKY = """#!/bin/sh
 printf "%s\\n" "$*" >>"$0.calls"
 case "$*" in
   "jobs launch"*) echo "$PLAIT_SECRET" >>"$0.secrets"; cp "$0.after" "$0.jobs";;
-  "jobs queue"*) echo "Fetching managed jobs..."; cat "$0.jobs";;
+  "jobs queue"*)
+    [ -e "$0.jobs" ] || { echo "sky.exceptions.ClusterNotUpError: No in-progress managed jobs." >&2; exit 1; }
+    cat "$0.jobs";;
   "jobs logs"*) echo "step 1";;
 esac
 """
@@ -58,15 +60,17 @@ def dstack_runs(*statuses: str) -> str:
     return json.dumps({"runs": [{"run_spec": {"run_name": "play"}, "status": status} for status in statuses]})
 
 
-def play(tools: Tools, name: str, program: str, *, jobs: str, after: str) -> None:
+def play(tools: Tools, name: str, program: str, *, jobs: str | None, after: str) -> None:
     tools.add(name, "")
     (tools.folder / name).write_text(program)
-    (tools.folder / f"{name}.jobs").write_text(jobs)
+    if jobs is not None:
+        (tools.folder / f"{name}.jobs").write_text(jobs)
     (tools.folder / f"{name}.after").write_text(after)
 
 
 def test_a_job_goes_to_skypilot_once_and_is_found_by_its_number(tools: Tools, tmp_path: Path) -> None:
-    play(tools, "sky", SKY, jobs=sky_jobs("SUCCEEDED"), after=sky_jobs("SUCCEEDED", "STARTING"))
+    """At first the machine is not up that looks after SkyPilot's jobs."""
+    play(tools, "sky", SKY, jobs=None, after=sky_jobs("SUCCEEDED", "STARTING"))
     assert "sent     play: 2 machines of skypilot, STARTING" in send(REQUEST)
     file = tmp_path / ".plait" / "submitted" / "play.skypilot.yaml"
     launch = f"jobs launch --yes --detach-run --name play --secret PLAIT_SECRET {file.relative_to(tmp_path)}"
