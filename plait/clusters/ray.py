@@ -88,11 +88,11 @@ def _ray(address: str | None) -> Any:
         import_module("ray.util.scheduling_strategies")
     except ImportError:
         raise PlaitError(f"--on ray needs Ray's own library; install it: {installing('plait[ray]')}") from None
-    connect(ray, address)
+    connect_ray(ray, address)
     return ray
 
 
-def connect(ray: Any, address: str | None) -> None:
+def connect_ray(ray: Any, address: str | None) -> None:
     """Connect Ray's library to a cluster, without lines of its own; raises PlaitError where no cluster answers, where
     it has other versions, or where this process is connected to another one already."""
     if ray.is_initialized():
@@ -560,7 +560,7 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
 
 def require_ended(ray: Any, record: Submitted) -> None:
     """Raise PlaitError where the run has actors, or waits for room: a second command would take its secret away."""
-    state = run_state(ray, record)
+    state = ray_state(ray, record)
     if state != _ENDED:
         raise PlaitError(
             f"{record.name} is on Ray already ({state}); end it first: plait stop {record.name}, or Ctrl-C in the "
@@ -568,7 +568,7 @@ def require_ended(ray: Any, record: Submitted) -> None:
         )
 
 
-def run_state(ray: Any, record: Submitted) -> str:
+def ray_state(ray: Any, record: Submitted) -> str:
     """What Ray knows of a run."""
     actors = _actors(ray, record)
     if actors:
@@ -585,7 +585,7 @@ def stop_run(ray: Any, record: Submitted) -> None:
     leader = next((actor for name, actor in _actors(ray, record).items() if _rank_of(name) == 0), None)
     if leader is None:
         raise PlaitError(
-            f"{record.name} has no node 0 on Ray to be stopped ({run_state(ray, record)}); Ctrl-C in the terminal "
+            f"{record.name} has no node 0 on Ray to be stopped ({ray_state(ray, record)}); Ctrl-C in the terminal "
             "where it was submitted ends a command that waits"
         )
     try:
@@ -620,7 +620,7 @@ def _rank_of(name: str) -> int:
 def _log_lines(record: Submitted, working: WorkingFolder) -> Iterator[str]:
     file = working.path / log_name(record.label, 0)
     if not file.is_file():
-        state = run_state(_ray(record.job), record)
+        state = ray_state(_ray(record.job), record)
         raise PlaitError(f"{record.name} has printed nothing yet ({state}); look again later")
     yield from file.read_text(encoding="utf-8", errors="replace").splitlines()
 
@@ -629,7 +629,7 @@ RAY = ClusterSystem(
     options=_OPTIONS,
     cluster=_cluster,
     prepare=_prepare,
-    state=lambda record: run_state(_ray(record.job), record),
+    state=lambda record: ray_state(_ray(record.job), record),
     log_lines=_log_lines,
     end=lambda record: stop_run(_ray(record.job), record),
 )

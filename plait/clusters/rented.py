@@ -27,8 +27,9 @@ from plait.clusters.job import (
 )
 from plait.clusters.kubernetes import IMAGE_FORM, WORK_FOLDER, yaml_text
 from plait.clusters.request import Option, SubmitRequest
-from plait.clusters.ssh import find_wheel, input_files, shown_path
+from plait.clusters.ssh import find_wheel, input_files
 from plait.clusters.tools import tool_answer
+from plait.data.file_faults import shown_path
 from plait.errors import REQUEUE_EXIT, PlaitError
 from plait.hosts.handshake import SECRET_VARIABLE, new_secret
 from plait.private_folder import make_private_folder
@@ -39,7 +40,7 @@ from plait.units import counted
 from plait.working_folder import WorkingFolder
 
 Renter = Literal["skypilot", "dstack"]
-INPUT_FOLDER = "/tmp/plait-input"
+RENTED_INPUT_FOLDER = "/tmp/plait-input"
 """Where the recipe or the program, its files and plait's wheel are on each machine."""
 SENT_AT_LATEST_S = 1800.0
 """SkyPilot may start a machine of its own first, which looks after its jobs."""
@@ -113,12 +114,12 @@ class RentedInputs:
     def places(self) -> dict[str, str]:
         """The place of each file on the machines, by its path here."""
         paths = [*self.paths, *([self.wheel] if self.wheel else [])]
-        return {shown_path(path): f"{INPUT_FOLDER}/{path.name}" for path in paths}
+        return {shown_path(path): f"{RENTED_INPUT_FOLDER}/{path.name}" for path in paths}
 
     @property
     def installation(self) -> list[str]:
         """Commands that install plait."""
-        return [f"pip install {shlex.quote(f'{INPUT_FOLDER}/{self.wheel.name}')}"] if self.wheel else []
+        return [f"pip install {shlex.quote(f'{RENTED_INPUT_FOLDER}/{self.wheel.name}')}"] if self.wheel else []
 
 
 def skypilot_task(job: ClusterJob, options: Mapping[str, str], inputs: RentedInputs) -> dict[str, Any]:
@@ -284,11 +285,11 @@ class _Renter:
         wheel = None
         if "image" not in options:
             wheel = find_wheel(options.get("wheel"), "an image that has plait by --with image=NAME:TAG")
-        files = input_files(job.target, config, on=self.name, folder=INPUT_FOLDER)
+        files = input_files(job.target, config, on=self.name, folder=RENTED_INPUT_FOLDER)
         inputs = RentedInputs(paths=files.paths, wheel=wheel)
         if len(set(inputs.places.values())) < len(inputs.places):
             raise PlaitError("two files of this job have the same name, and all go to one folder; rename one")
-        target = (f"{INPUT_FOLDER}/{files.paths[0].name}", *job.target[1:], *files.settings)
+        target = (f"{RENTED_INPUT_FOLDER}/{files.paths[0].name}", *job.target[1:], *files.settings)
         lines = [f"Made by plait submit for {self.name}.", *job.why]
         if job.nodes > 1:
             lines.append(f"The secret is not in this file: {SECRET_VARIABLE} is taken from the environment.")

@@ -32,6 +32,7 @@ from plait.clusters.job import (
 from plait.clusters.machines import SERVER, NodeKind, cluster_of_node_kinds
 from plait.clusters.request import Option, Scheduler, SubmitRequest
 from plait.clusters.tools import archive_command, complaint_text, tool_answer, unpack_answer
+from plait.data.file_faults import shown_path
 from plait.data.index import file_sha256
 from plait.errors import PlaitError, RunFailed
 from plait.hosts.handshake import new_secret
@@ -405,12 +406,6 @@ def _prepare(job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]
         run=job.run,
         send=lambda screen, working: _send(there, place, environment, inputs.paths, screen, working),
     )
-
-
-def shown_path(path: Path) -> str:
-    """A path relative to this folder, if it is below it."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _leader_address(machine: str) -> str:

@@ -21,13 +21,13 @@ from plait.clusters.ray import (
     LOSSES_AT_MOST,
     RayRun,
     actors_request,
-    connect,
+    connect_ray,
     group_name,
     log_name,
     ray_nodes,
     require_ended,
     run_namespace,
-    run_state,
+    ray_state,
     stop_run,
 )
 from plait.errors import GaveUp, Interrupted, PlaitError, RunFailed
@@ -345,7 +345,7 @@ def test_a_second_command_is_refused_until_the_first_has_ended(
 ) -> None:
     own = record_of(tmp_path)
     ray = SharedRay({(own.namespace, name): None for name in actors}, {group_name("own", own.namespace): group})
-    assert run_state(ray, own) == state
+    assert ray_state(ray, own) == state
     with pytest.raises(PlaitError, match=rf"own is on Ray already \({state}\); end it first: plait stop own"):
         require_ended(ray, own)
 
@@ -395,10 +395,10 @@ class ConnectingRay:
 def test_a_process_stays_with_the_ray_that_it_is_connected_to() -> None:
     ray = ConnectingRay("127.0.0.1:6379")
     for address in (None, "auto", "127.0.0.1:6379", "localhost:6379"):
-        connect(ray, address)
+        connect_ray(ray, address)
     for address in ("127.0.0.1:6380", "192.0.2.1:6379", "no-such-host.invalid:6379"):
         with pytest.raises(PlaitError, match=f"connected to the Ray at 127.0.0.1:6379, not at {address}"):
-            connect(ray, address)
+            connect_ray(ray, address)
 
 
 @pytest.mark.parametrize(
@@ -417,5 +417,5 @@ def test_a_process_stays_with_the_ray_that_it_is_connected_to() -> None:
 def test_why_there_is_no_connection_is_one_sentence(end: Exception, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(PlaitError) as caught:
-        connect(ConnectingRay(end=end), None)
+        connect_ray(ConnectingRay(end=end), None)
     assert says in str(caught.value)
