@@ -25,9 +25,9 @@ from plait.clusters.ray import (
     group_name,
     log_name,
     ray_nodes,
+    ray_state,
     require_ended,
     run_namespace,
-    ray_state,
     stop_run,
 )
 from plait.errors import GaveUp, Interrupted, PlaitError, RunFailed
