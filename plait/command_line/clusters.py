@@ -47,7 +47,7 @@ def submit_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the files that would be used.")] = False,
     out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Only write them to this folder.")] = None,
 ) -> None:
-    """Run on as many nodes as pay off. Slurm, Kubernetes, Ray, ssh, SkyPilot or dstack starts it."""
+    """Run on as many nodes of a cluster as pay off. Slurm, Kubernetes, Ray, ssh, SkyPilot or dstack starts it."""
     from plait.clusters.request import SubmitRequest, parse_kind, parse_machines, parse_scheduler
     from plait.clusters.submit import submit_or_show
     from plait.clusters.target import MODULE_OPTION
