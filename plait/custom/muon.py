@@ -81,7 +81,7 @@ class Muon(Optimizer):
                 for number, result in zip(some, orthogonalize(stack), strict=True):
                     p, sides = learning[number], _sides(learning[number])
                     update = (result.T if sides[0] > sides[1] else result).reshape(p.shape).to(p.dtype)
-                    p.add_(_placed_as(p, update), alpha=-group["lr"] * RMS_OF_ADAMW * max(sides) ** 0.5)
+                    _local(p).add_(_part_of(update, p), alpha=-group["lr"] * RMS_OF_ADAMW * max(sides) ** 0.5)
         return loss
 
     def _averaged(self, parameter: Tensor, momentum: float) -> Tensor:
@@ -119,14 +119,20 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def _placed_as(like: Tensor, whole: Tensor) -> Tensor:
-    """A tensor that every rank has whole, as one that may be added to `like`."""
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Of a tensor that every rank has whole, the part that this one keeps of `like`."""
     if not _is_sharded(like):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, placements).to_local()
 
 
 def _is_sharded(tensor: Tensor) -> bool:
