@@ -111,7 +111,7 @@ def export_command(
         bool, typer.Option("--merged", help="The whole model, the adapter added to its weights.")
     ] = False,
 ) -> None:
-    """Write a run's model as a folder for transformers, or as a .gguf file."""
+    """Write a run's model as a folder for transformers, or a .gguf file."""
     from plait.commands.export import write_export
 
     if adapter and merged:
