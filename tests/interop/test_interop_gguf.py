@@ -68,7 +68,7 @@ def test_a_tensor_is_written_some_rows_at_a_time(tmp_path: Path, dtype: gguf_out
         extents.append(extent)
         return weights[name][tuple(slice(first, first + count) for first, count in zip(offset, extent, strict=True))]
 
-    tokenizer = GgufTokenizer(pre="smollm", tokens=[str(one) for one in range(50)], types=[1] * 50, merges=[])
+    tokenizer = GgufTokenizer(pre="smollm", tokens=tuple(map(str, range(50))), types=(1,) * 50, merges=())
     files = [tmp_path / "whole.gguf", tmp_path / "rows.gguf"]
     for file, at_once in zip(files, (1 << 24, 8 * 32 * 3), strict=True):
         extents.clear()
