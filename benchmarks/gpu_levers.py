@@ -172,14 +172,14 @@ def attend_by_cudnn(
     return mixed.view(q_bthd.shape)
 
 
-def padded_on(documents: Documents, device: torch.device, *, longest: int) -> Documents:
+def padded_on(documents: Documents, device: torch.device, *, longest: int, positions_bt: Tensor) -> Documents:
     """In place of Documents.on: the same number of documents in every batch, those at the end empty. It grows where
     that is not enough."""
     count = -(-len(documents.lengths) // ENDS) * ENDS
     ends = attention.cumulative_lengths((*documents.lengths, *[0] * (count - len(documents.lengths))))
     if device.type == "cuda":
         ends = ends.pin_memory().to(device, non_blocking=True)
-    return Documents(documents.lengths, ends, longest)
+    return Documents(documents.lengths, ends, longest, positions_bt)
 
 
 @contextmanager

@@ -100,7 +100,8 @@ def evaluate(
 def export_command(
     run: RunName,
     to: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="The folder to make; NAME.gguf makes one file for llama.cpp.")
+        Path,
+        typer.Option(metavar="FOLDER|NAME.gguf", help="A new folder; NAME.gguf writes one file for llama.cpp instead."),
     ],
     dtype: Annotated[
         str, typer.Option(metavar="TYPE", help="float32 keeps every bit; or bfloat16, float16; of .gguf also q8_0.")
@@ -110,7 +111,7 @@ def export_command(
         bool, typer.Option("--merged", help="The whole model, the adapter added to its weights.")
     ] = False,
 ) -> None:
-    """Write a run's model as a folder that transformers and others load."""
+    """Write a run's model as a folder for transformers, or a .gguf file."""
     from plait.commands.export import write_export
 
     if adapter and merged:

@@ -9,6 +9,8 @@ from math import exp, inf, isfinite, nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+
 from plait.checked_json import printable
 from plait.commands.evaluating.measure import MeasuredText, run_evaluation
 from plait.commands.models.found_model import FoundModel, TrainedBy, find_model, template_folders
@@ -16,8 +18,8 @@ from plait.commands.preparing.base import is_model_source
 from plait.commands.preparing.corpus import data_request
 from plait.data.preparation.build import DataRequest
 from plait.data.preparation.prepare import prepare_corpus
-from plait.data.preparation.tokens import corpus_tokenizer
-from plait.data.shards import open_corpus
+from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, encode_alike
+from plait.data.shards import Corpus, open_corpus
 from plait.data.sources import Source
 from plait.errors import PlaitError
 from plait.planner.plan import Plan
@@ -27,6 +29,8 @@ from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 _LARGEST_EXPONENT = 709.0
 """The largest exponent for which float64's exp is finite."""
+_COMPARED_TOKENS = 1 << 18
+"""Tokens of held-out text that are encoded again where a model's tokenizer.json is not that of the text: a second."""
 
 
 class Evaluation(dict[str, float]):
@@ -139,13 +143,24 @@ def _heldout_text(plan: Plan, found: FoundModel, working: WorkingFolder, given_a
     """The text that a run held out, and its bytes; raises PlaitError where the model has other tokens."""
     corpus = open_corpus(working.path / plan.job.corpus)
     tokenizer, own = corpus_tokenizer(corpus), found.tokenizer
-    if (tokenizer.hash, tokenizer.bos) != (own.hash, own.bos):
+    is_same = (tokenizer.hash, tokenizer.bos) == (own.hash, own.bos)
+    if not is_same and not encode_alike(tokenizer, own, _heldout_sample(corpus, tokenizer)):
         raise PlaitError(
             f"{found.origin} has another tokenizer than the held-out text was made with; name the text itself with "
             f"{given_as}"
         )
     tokens = corpus.heldout_tokens
     return MeasuredText(folder=corpus.folder, part="heldout", tokens=tokens), corpus.heldout_bytes
+
+
+def _heldout_sample(corpus: Corpus, tokenizer: Tokenizer) -> list[str]:
+    """Documents of the held-out text, of each shard the first."""
+    sample: list[str] = []
+    for shard in corpus.heldout:
+        tokens = shard.tokens[: _COMPARED_TOKENS // len(corpus.heldout)]
+        begins = shard.starts[shard.starts < len(tokens)]
+        sample += [tokenizer.decode(part.tolist()) for part in np.split(tokens, begins) if len(part)]
+    return sample
 
 
 def _prepare_files(

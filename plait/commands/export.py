@@ -38,7 +38,7 @@ from plait.interop.gguf_out import GgufType, gguf_tensors, write_gguf
 from plait.interop.gguf_tokenizer import GgufTokenizer, gguf_tokenizer
 from plait.interop.small_files import LICENCES, TOKENIZER, copy_small_files
 from plait.interop.write_weights import SHARD_BYTES, files_bytes, write_weights, written_tensors
-from plait.model.shape import ModelShape, weight_sizes
+from plait.model.shape import ModelShape
 from plait.planner.plan import Plan
 from plait.planner.problem.model_words import objectives_left_out, without_objectives
 from plait.run_folder import find_run
@@ -170,7 +170,6 @@ def _write_gguf(staging: Path, target: Path, source: ExportedRun, corpus: Corpus
     its architecture."""
     kept = _config_of_base(source)
     shape = _exported_shape(replace(without_objectives(source.plan.job.shape), adapter=None), kept)
-    sizes, read = weight_sizes(shape), merged_reader(source)
     _require_room(target, sum(one.nbytes for one in gguf_tensors(shape, dtype)))
     tokenizer = gguf_tokenizer((staging / "tokenizer.json").read_text(encoding="utf-8"), shape.vocabulary)
     template = find_template([staging])
@@ -183,7 +182,7 @@ def _write_gguf(staging: Path, target: Path, source: ExportedRun, corpus: Corpus
         staging / target.name,
         shape,
         dtype,
-        lambda name: read(name, (0,) * len(sizes[name]), sizes[name]),
+        merged_reader(source),
         tokenizer,
         name=source.folder.path.name,
         special=_special_ids(staging, tokenizer, _token_ids(source, corpus, kept), before),

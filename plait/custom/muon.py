@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -25,7 +27,9 @@ class Muon(Optimizer):
     Nesterov's momentum, five Newton-Schulz iterations, decoupled weight decay. A weight with more than two dims, as
     a convolution's, counts as a matrix with one row for each index of its first dim. `orthogonalized_in` "auto" is
     float64 for float64 weights, else bf16 on GPUs and float32 on processors; with "bf16" the updates are those of
-    `torch.optim.Muon(…, adjust_lr_fn="match_rms_adamw")`. Raises PlaitError for a weight that is no matrix.
+    `torch.optim.Muon(…, adjust_lr_fn="match_rms_adamw")`. Of weights that torch shards (DTensors, as of FSDP2) each
+    rank gathers the whole matrices, a batch at a time, and updates its part; all ranks must then call `step`. Raises
+    PlaitError for a weight that is no matrix.
     """
 
     def __init__(
@@ -71,30 +75,35 @@ class Muon(Optimizer):
             averaged = [self._averaged(p, group["momentum"]) for p in learning]
             for p in learning:
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-            for some in _batches(averaged):
+            for some in _batches(learning):
                 dtype = _dtype(learning[some[0]], group["orthogonalized_in"])
-                stack = torch.stack([_lying(averaged[number]).to(dtype) for number in some])
+                stack = torch.stack([_lying(_whole(averaged[number].to(dtype)).flatten(1)) for number in some])
                 for number, result in zip(some, orthogonalize(stack), strict=True):
-                    p, shape = learning[number], averaged[number].shape
-                    result = result.T if shape[0] > shape[1] else result
-                    p.add_(result.reshape(p.shape).to(p.dtype), alpha=-group["lr"] * RMS_OF_ADAMW * max(shape) ** 0.5)
+                    p, sides = learning[number], _sides(learning[number])
+                    update = (result.T if sides[0] > sides[1] else result).reshape(p.shape).to(p.dtype)
+                    _local(p).add_(_part_of(update, p), alpha=-group["lr"] * RMS_OF_ADAMW * max(sides) ** 0.5)
         return loss
 
     def _averaged(self, parameter: Tensor, momentum: float) -> Tensor:
-        """The gradient after Nesterov's momentum, as a matrix."""
+        """The gradient after Nesterov's momentum."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         average = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
-        return parameter.grad.lerp(average, momentum).flatten(1)
+        return parameter.grad.lerp(average, momentum)
 
 
-def _batches(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Indices of matrices with the same sides, dtype and device, in batches of at most BATCH_NUMBERS elements."""
+def _sides(weight: Tensor) -> tuple[int, int]:
+    """Rows and columns of a weight as a matrix."""
+    return weight.shape[0], prod(weight.shape[1:])
+
+
+def _batches(weights: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Indices of weights with the same sides, dtype and device, in batches of at most BATCH_NUMBERS elements."""
     alike: dict[Any, list[int]] = {}
-    for number, one in enumerate(matrices):
-        alike.setdefault((*sorted(one.shape), one.dtype, one.device), []).append(number)
+    for number, one in enumerate(weights):
+        alike.setdefault((*sorted(_sides(one)), one.dtype, one.device), []).append(number)
     for (small, large, *_), some in alike.items():
         many = max(1, BATCH_NUMBERS // max(1, small * large))
         yield from (some[first : first + many] for first in range(0, len(some), many))
@@ -103,6 +112,33 @@ def _batches(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
 def _lying(matrix: Tensor) -> Tensor:
     """The matrix, transposed if it has more rows than columns."""
     return matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor of which torch may keep a part on each rank; all of these must call it then."""
+    return tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return tensor.to_local() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def _part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Of a tensor that every rank has whole, the part that this one keeps of `like`."""
+    if not _is_sharded(like):
+        return whole
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return everywhere.redistribute(mesh, placements).to_local()
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a DTensor, whose module takes half a second to import: where it is not imported there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _dtype(parameter: Tensor, requested: OrthogonalizedIn) -> torch.dtype:

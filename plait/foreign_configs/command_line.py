@@ -23,6 +23,11 @@ _ASSIGNED = re.compile(
 """One variable assignment; more of them, or the command that they are set for, may follow."""
 _BRANCH = re.compile(r"^(?:then|do|else|[^\s()]+\))\s+")
 """What precedes the first command of a branch on its line."""
+_UP_TO_NEXT = re.compile(
+    r"""(?:"(?:\\.|[^"\\])*"|'[^']*'|\\.|\$\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|(?!&&|\|\|).)*+(&&|\|\|)""",
+    re.DOTALL,
+)
+"""A command, and what joins the next one to it."""
 _OPENS = re.compile(r"^\s*(if|case|for|while|until)\b")
 _CLOSES = re.compile(r"^\s*(fi|esac|done)\b")
 _VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^}]{0,1000}))?\}|\$(\w+)")
@@ -60,10 +65,7 @@ def command_line(text: str, where: str) -> CommandLine:
 
 def _commands(text: str, where: str) -> Iterator[list[str]]:
     variables: dict[str, str] = {}
-    depth = 0
-    for line in _logical_lines(text):
-        depth += bool(_OPENS.match(line)) - bool(_CLOSES.match(line))
-        line = _BRANCH.sub("", line)
+    for line, is_conditional in _simple_commands(text):
         line = _DECLARES.sub("", line)
         while found := _ASSIGNED.match(line):
             name, adds, value = found.groups()
@@ -71,7 +73,7 @@ def _commands(text: str, where: str) -> Iterator[list[str]]:
             value = value[1:-1] if value.startswith("(") and value.endswith(")") else _unquoted(value)
             value = " ".join(value.split())
             value = _expanded(value, variables)
-            if depth > 0 and not adds and variables.get(name, value) != value:
+            if is_conditional and not adds and variables.get(name, value) != value:
                 value = f"<{name}:depends-on-a-condition>"
             variables[name] = f"{variables.get(name, '')} {value}".strip() if adds else value
             line = line[found.end() :]
@@ -86,9 +88,27 @@ def _commands(text: str, where: str) -> Iterator[list[str]]:
             yield words
 
 
+def _simple_commands(text: str) -> Iterator[tuple[str, bool]]:
+    """Commands and assignments one by one, each with whether it depends on a condition: in a branch or a loop, after a
+    command that may fail and `&&`, or after `||`."""
+    branches = groups = 0
+    for line in _logical_lines(text):
+        branches += bool(_OPENS.match(line)) - bool(_CLOSES.match(line))
+        groups -= bool(groups) and line.startswith("}")
+        is_conditional, line, first = branches > 0 or groups > 0, _BRANCH.sub("", line), 0
+        while first <= len(line):
+            found = _UP_TO_NEXT.match(line, first)
+            end, joint = (found.end(), found[1]) if found else (len(line) + 1, "")
+            command = line[first : end - len(joint)].strip()
+            groups += is_conditional and command.startswith("{ ")
+            yield command.removeprefix("{ "), is_conditional
+            is_conditional = is_conditional or joint == "||" or not _ASSIGNED.fullmatch(_DECLARES.sub("", command))
+            first = end
+
+
 def _logical_lines(text: str) -> Iterator[str]:
-    """Logical lines: physical lines joined where a backslash, an array's open bracket or an open quote continues
-    them."""
+    """Logical lines: physical lines joined where a backslash, `&&`, `||`, an array's open bracket or an open quote
+    continues them."""
     kept: list[str] = []
     quotes = {"'": 0, '"': 0}
     for line in text.splitlines():
@@ -96,8 +116,9 @@ def _logical_lines(text: str) -> Iterator[str]:
             continue
         plain = re.sub(r"(^|\s)#.*$", "", line) if line.count("'") % 2 == line.count('"') % 2 == 0 else line
         plain = plain.rstrip()
-        goes_on = plain.endswith("\\")
-        kept.append(plain[:-1] + " " if goes_on else plain + "\n")
+        is_cut = plain.endswith("\\")
+        goes_on = is_cut or plain.endswith(("&&", "||"))
+        kept.append(plain[:-1] + " " if is_cut else plain + "\n")
         unescaped = re.sub(r"\\.", "", kept[-1])
         quotes = {sign: count + unescaped.count(sign) for sign, count in quotes.items()}
         is_array = re.match(r"\s*\w+\+?=\(", _DECLARES.sub("", kept[0]))

@@ -126,6 +126,18 @@ _QWEN: dict[str, Any] = {
 _EXPERTS = {"num_local_experts": "num_experts"}
 _EIGHT: dict[str, Any] = {"num_experts_per_tok": 8, "norm_topk_prob": False}
 _GEMMA: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "head_dim": 256}
+_GEMMA_2B: dict[str, Any] = {
+    **_GEMMA,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+"""The sizes of Gemma 2's 2B model, which transformers gives to Gemma 3, too."""
 _GLM: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1.5625e-7,
@@ -145,7 +157,6 @@ _GEMMA_NORMS = fixed(norm_weight="one plus")
 _HEAD_NORMS, _WIDE_NORMS = fixed(qk_norm=True), fixed(qk_norm=True, qk_norm_width="all heads")
 _BIASED = biases(attention="attention_bias")
 _NO_BIASES = fixed(bias="none")
-_LAYERS = "model.layers.*"
 MODEL_FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
@@ -291,7 +302,7 @@ MODEL_FAMILIES: dict[str, Family] = {
         V3_LATENT_AND_EXPERTS,
         head=fixed(),
         fused=FUSED_EXPERTS,
-        ahead=_LAYERS,
+        ahead="model.layers.*",
         aliases={"num_local_experts": "n_routed_experts"},
         max_position_embeddings=4096,
         rms_norm_eps=1e-6,
@@ -343,19 +354,11 @@ MODEL_FAMILIES: dict[str, Family] = {
         HEADS_DIVIDE_WIDTH,
         only("use_bidirectional_attention", None, False),
         activation=activation("hidden_activation", "geglu", "gelu_pytorch_tanh"),
-        **_GEMMA,
+        **_GEMMA_2B,
         max_position_embeddings=8192,
         vocab_size=256_000,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        query_pre_attn_scalar=256,
-        sliding_window=4096,
         attn_logit_softcapping=50.0,
         final_logit_softcapping=30.0,
-        hidden_activation="gelu_pytorch_tanh",
     ),
     "gemma3_text": _family(
         "Gemma3ForCausalLM",
@@ -372,18 +375,10 @@ MODEL_FAMILIES: dict[str, Family] = {
         only("final_logit_softcapping", None),
         only("use_bidirectional_attention", False, None),
         activation=activation("hidden_activation", "geglu", "gelu_pytorch_tanh"),
-        **_GEMMA,
+        **_GEMMA_2B,
         max_position_embeddings=131072,
         vocab_size=262_208,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        query_pre_attn_scalar=256,
-        sliding_window=4096,
         sliding_window_pattern=6,
-        hidden_activation="gelu_pytorch_tanh",
     ),
     "olmo2": _family(
         "Olmo2ForCausalLM",

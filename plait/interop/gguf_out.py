@@ -1,22 +1,23 @@
 """Writes a model as one .gguf file, with its tokenizer and chat template, as llama.cpp's converter lays it out.
 
-Numbers are rounded by the package gguf, one tensor at a time. It makes no K-quants; llama.cpp's own llama-quantize
-does, from such a file.
+Numbers are rounded by the package gguf, some rows of a tensor at a time. It makes no K-quants; llama.cpp's own
+llama-quantize does, from such a file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf, isfinite, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from torch import Tensor
 
 from plait.errors import PlaitError, installing
 from plait.interop.gguf_tokenizer import GgufTokenizer
+from plait.interop.write_weights import WRITE_BYTES, ReadPart
 from plait.model.names import layer_of, within_layer
 from plait.model.shape import ModelShape, weight_sizes
 
@@ -26,8 +27,6 @@ _FILE_TYPES: Mapping[GgufType, str] = {
     "float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0",
 }  # fmt: skip
 _LARGEST_HALF = 65504.0
-ReadWhole = Callable[[str], Tensor]
-"""Our name of a weight to the whole of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +127,19 @@ def write_gguf(
     file: Path,
     shape: ModelShape,
     dtype: GgufType,
-    read: ReadWhole,
+    read: ReadPart,
     tokenizer: GgufTokenizer,
     *,
     name: str,
     special: Mapping[str, int],
     adds_beginning: Literal["yes", "no"],
     chat_template: str = "",
+    at_once: int = WRITE_BYTES,
 ) -> str:
     """Write the file and return its architecture; matrices are rounded to `dtype`, norms, biases and a table of
-    positions stay in float32. `special` are ids by the file's names ("bos", "eos", "eot", "pad"). Raises PlaitError
-    for a model that the format or the dtype cannot hold, and OSError where the disk refuses."""
+    positions stay in float32. `special` are ids by the file's names ("bos", "eos", "eot", "pad"). About `at_once` bytes
+    of a tensor are in memory at a time. Raises PlaitError for a model that the format or the dtype cannot hold, and
+    OSError where the disk refuses."""
     gguf, architecture = gguf_package(), architecture_of(shape)
     tensors = gguf_tensors(shape, dtype)
     writer = gguf.GGUFWriter(file, architecture.name)
@@ -151,7 +152,8 @@ def write_gguf(
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for one in tensors:
-            writer.write_tensor_data(gguf.quants.quantize(_numbers(one, read, shape, architecture), one.kept))
+            rows = _rows(one, read, shape, architecture, at_once)
+            writer.write_tensor_data(_Streamed(one.nbytes, (gguf.quants.quantize(some, one.kept) for some in rows)))
         writer.flush()
     finally:
         writer.close()
@@ -246,24 +248,52 @@ def _add_tokenizer(
         writer.add_chat_template(chat_template)
 
 
-def _numbers(
-    one: GgufTensor, read: ReadWhole, shape: ModelShape, architecture: Architecture
-) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """A tensor's numbers, as llama.cpp orders them, before they are rounded."""
+@dataclass(frozen=True, slots=True)
+class _Streamed:
+    """What gguf's writer asks of an array, of one that is made while it is written."""
+
+    nbytes: int
+    parts: Iterable[np.ndarray[Any, Any]]
+
+    def tofile(self, file: BinaryIO) -> None:
+        for part in self.parts:
+            part.tofile(file)
+
+
+def _rows(
+    one: GgufTensor, read: ReadPart, shape: ModelShape, architecture: Architecture, at_once: int
+) -> Iterator[np.ndarray[Any, np.dtype[np.float32]]]:
+    """A tensor's numbers, as llama.cpp orders them, before they are rounded: some rows at a time, of queries and keys
+    whole heads."""
     if one.name == _ROPE_DIVISORS:
-        return _rope_divisors(shape)
-    parts = [_reordered(weight, read(weight), shape, architecture).float().numpy() for weight in one.weights]
-    numbers = np.ascontiguousarray(np.concatenate(parts).reshape(one.sizes))
+        yield _rope_divisors(shape)
+        return
+    every = weight_sizes(shape)
+    for weight in one.weights:
+        rows, *columns = every[weight]
+        some = max(1, at_once // (8 * prod(columns)))
+        if _is_turned(weight, architecture):
+            some = max(1, some // shape.head_width) * shape.head_width
+        for first in range(0, rows, some):
+            extent = (min(some, rows - first), *columns)
+            values = read(weight, (first, *(0 for _ in columns)), extent)
+            values = _reordered(values, shape) if _is_turned(weight, architecture) else values
+            numbers = np.ascontiguousarray(values.float().numpy())
+            _refuse_unrounded(weight, numbers, one)
+            yield numbers
+
+
+def _refuse_unrounded(weight: str, numbers: np.ndarray[Any, np.dtype[np.float32]], one: GgufTensor) -> None:
+    """Raise PlaitError for numbers that a tensor's type cannot hold."""
     largest = float(np.abs(numbers).max(initial=0.0))
     if not isfinite(largest):
-        raise PlaitError(f"{one.weights[0]} holds numbers that are not finite; export an earlier checkpoint")
+        raise PlaitError(f"{weight} holds numbers that are not finite; export an earlier checkpoint")
     # A block of Q8_0 has its scale, the largest number over 127, in float16.
     most = {"F16": _LARGEST_HALF, "Q8_0": 127 * _LARGEST_HALF}.get(one.kept.name, inf)
     if largest > most:
         raise PlaitError(
-            f"{one.weights[0]} holds {largest:g}, and {one.kept.name} ends at {most:g}; export with --dtype bfloat16"
+            f"{weight} holds {largest:g}, and {one.kept.name} ends at {most:g}; export with --dtype bfloat16"
         )
-    return numbers
 
 
 def _rope_divisors(shape: ModelShape) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -273,11 +303,12 @@ def _rope_divisors(shape: ModelShape) -> np.ndarray[Any, np.dtype[np.float32]]:
     return (np.array(plain) / np.array(stretched)).astype(np.float32)
 
 
-def _reordered(weight: str, values: Tensor, shape: ModelShape, architecture: Architecture) -> Tensor:
-    """Rows of queries and keys in the order in which llama.cpp turns them: numbers i and i + half a head side by
-    side."""
+def _is_turned(weight: str, architecture: Architecture) -> bool:
+    """Whether a weight's rows are those of queries or keys that llama.cpp orders otherwise."""
     part, _, kind = within_layer(weight).rpartition(".")
-    if architecture.rotates != "neighbors" or part not in _QKV[:2] or kind != "weight":
-        return values
-    heads = shape.heads if part == "attention.q" else shape.kv_heads
-    return values.view(heads, 2, shape.head_width // 2, -1).swapaxes(1, 2).reshape(values.shape)
+    return architecture.rotates == "neighbors" and part in _QKV[:2] and kind == "weight"
+
+
+def _reordered(values: Tensor, shape: ModelShape) -> Tensor:
+    """Rows of whole heads in the order in which llama.cpp turns them: numbers i and i + half a head side by side."""
+    return values.view(-1, 2, shape.head_width // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)

@@ -8,19 +8,30 @@ Legend: r rows, b bytes of a row, g groups of 32 numbers in it.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from plait.interop.tensor_files import PACKED_GROUP
 
+NUMBERS_BYTES = 8
+"""Bytes of the two float32 numbers that a byte holds."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOAT64_BIAS, _SCALE_BIAS, _FRACTION_BITS = 1023, 127, 52
 
 
 def unpacked(codes_rb: Tensor, scales_rg: Tensor) -> Tensor:
-    """The numbers [r, 2 × b] in float32, from two tensors of bytes; exact."""
-    table = torch.tensor((*_MAGNITUDES, *(-one for one in _MAGNITUDES)))
-    codes = codes_rb.int()
-    numbers = torch.stack((table[codes & 15], table[codes >> 4]), dim=2).flatten(1)
+    """The numbers [r, 2 × b] in float32, from two tensors of bytes; exact. Takes half as much memory again as the
+    result."""
+    numbers = torch.index_select(_pairs(), 0, codes_rb.reshape(-1).int()).view(torch.float32)
     powers = ((scales_rg.long() + (_FLOAT64_BIAS - _SCALE_BIAS)) << _FRACTION_BITS).view(torch.float64).float()
-    return (numbers.unflatten(1, (-1, PACKED_GROUP)) * powers.unsqueeze(2)).flatten(1)
+    groups = numbers.view(*scales_rg.shape, PACKED_GROUP).mul_(powers.unsqueeze(2))
+    return groups.flatten(1)
+
+
+@cache
+def _pairs() -> Tensor:
+    """The two numbers of each byte, packed in 64 bits."""
+    table, bytes_ = torch.tensor((*_MAGNITUDES, *(-one for one in _MAGNITUDES))), torch.arange(256)
+    return torch.stack((table[bytes_ & 15], table[bytes_ >> 4]), dim=1).view(torch.int64).view(-1)

@@ -23,7 +23,7 @@ from torch import Tensor
 from plait.checkpoint.transfer import DTYPES
 from plait.errors import PlaitError
 from plait.interop.base_model import BaseModel, WeightPlace
-from plait.interop.mxfp4 import unpacked
+from plait.interop.mxfp4 import NUMBERS_BYTES, unpacked
 from plait.interop.tensor_files import ITEM_SIZES, StoredTensor
 from plait.model.gpt import GPT, reset_biases
 from plait.model.names import dims_of
@@ -32,7 +32,7 @@ from plait.model.weights import kept_values, stored_sizes
 from plait.partition.boxes import Box, whole_box
 
 READ_BYTES = 1 << 24
-"""Bytes that are read at a time, at most, beside the tensor that they go into."""
+"""Bytes that are read at a time, at most, beside the tensor that they go into; of packed numbers, once unpacked."""
 PAGE_BYTES = 4096
 _Block = tuple[slice, slice]
 """Rows and columns of a tensor in a file."""
@@ -81,7 +81,7 @@ def file_tensors(model: GPT) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fill_box(place: WeightPlace, box: Box, tensor: Tensor, open_file: _Opener) -> None:
-    for block, target in _blocks(place, box, tensor):
+    for block, target in blocks_of(place, box, tensor):
         if place.scales is None:
             numbers = _read(open_file(place.stored.file), place.stored, block)
         else:
@@ -113,7 +113,7 @@ def _mean_row(place: WeightPlace, sizes: tuple[int, ...], open_file: _Opener) ->
     return torch.from_numpy(total / rows)
 
 
-def _blocks(place: WeightPlace, box: Box, tensor: Tensor) -> Iterator[tuple[_Block, Tensor]]:
+def blocks_of(place: WeightPlace, box: Box, tensor: Tensor) -> Iterator[tuple[_Block, Tensor]]:
     """The box as blocks of the stored tensor, each with the view of `tensor` that its numbers belong in. A vector is
     read as a matrix of one row."""
     is_matrix = len(box.shape) == 2
@@ -127,7 +127,8 @@ def _blocks(place: WeightPlace, box: Box, tensor: Tensor) -> Iterator[tuple[_Blo
     if not extent[1]:
         return
     columns = slice(first[1], first[1] + every[1] * (extent[1] - 1) + 1, every[1])
-    at_once = max(1, READ_BYTES // (every[0] * place.stored.shape[-1] * ITEM_SIZES[place.stored.dtype]))
+    item_bytes = ITEM_SIZES[place.stored.dtype] if place.scales is None else NUMBERS_BYTES
+    at_once = max(1, READ_BYTES // (every[0] * place.stored.shape[-1] * item_bytes))
     for begin in range(0, extent[0], at_once):
         end = min(begin + at_once, extent[0])
         rows = slice(first[0] + every[0] * begin, first[0] + every[0] * (end - 1) + 1, every[0])

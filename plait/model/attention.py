@@ -27,16 +27,21 @@ from plait.model.rotary import Rotation, rotate_first, rotate_first_pairs
 from plait.model.shape import ModelShape
 
 UNFUSED_SCORES, HOST_UNFUSED_SCORES = 2**24, 2**21
-"""Scores that are there at a time, on GPUs and on processors, where torch's kernels cannot compute them."""
+"""Scores that are in memory at a time, on GPUs and on CPUs, where torch's kernels cannot compute them."""
+
+
+def unfused_scores(device: torch.device) -> int:
+    """Scores that are in memory at a time where this device has no fused kernel for them."""
+    return HOST_UNFUSED_SCORES if device.type == "cpu" else UNFUSED_SCORES
 
 
 @dataclass(slots=True)
 class Documents:
     """Lengths of the consecutive documents in the flattened rows of a batch; none crosses the end of a row.
 
-    Where the device's kernel needs them, `GPT.forward` adds `ends`, shape [documents + 1], the cumulative lengths from
-    0, unless they are given, and `longest`, an upper bound of the lengths; where the device compiles operations for
-    each shape, `positions_bt`, the tokens' positions in their documents.
+    `GPT.forward` adds `positions_bt`, the tokens' positions in their documents, and where the device's kernel needs
+    them `ends`, shape [documents + 1], the cumulative lengths from 0, unless they are given, and `longest`, an upper
+    bound of the lengths.
 
     Never changed, and yet not frozen: torch 2.11's compiler reads every field of a frozen dataclass that a layer is
     given, and so recompiled for each batch's lengths, also where no graph uses them.
@@ -47,20 +52,18 @@ class Documents:
     longest: int = 0
     positions_bt: Tensor | None = None
 
-    def on(self, device: torch.device, *, longest: int, positions_bt: Tensor | None = None) -> Documents:
+    def on(self, device: torch.device, *, longest: int, positions_bt: Tensor) -> Documents:
         """These documents in the form that the device's attention kernel needs; no synchronization with the device.
 
         `longest` is the length of the longest possible row, not of this batch's longest document: compiled layers
         specialise on the number.
         """
-        if self.ends is not None:
-            return Documents(self.lengths, self.ends, longest)
+        ends = self.ends
         if is_compiled(device):
-            return Documents(self.lengths, positions_bt=positions_bt)
-        if not has_cuda_kernels(device):
-            return self
-        ends = to_device(cumulative_lengths(self.lengths), device)
-        return Documents(self.lengths, of_any_length(ends), longest)
+            ends = None  # their number would be a shape
+        elif ends is None and has_cuda_kernels(device):
+            ends = of_any_length(to_device(cumulative_lengths(self.lengths), device))
+        return Documents(self.lengths, ends, longest, positions_bt)
 
 
 def cumulative_lengths(lengths: tuple[int, ...]) -> Tensor:
@@ -191,12 +194,13 @@ def attend(
 ) -> Tensor:
     """Each token sees itself and the earlier tokens of its row, or of its document where documents are given; of these
     the last `window` ones, itself included, where that is not 0."""
-    if is_compiled(q_bthd.device):
+    if is_compiled(q_bthd.device) or cap or sinks_h is not None:
         positions_bt = None if documents is None else documents.positions_bt
-        return attend_masked(q_bthd, k_bthd, v_bthd, positions_bt, window, cap=cap, sinks_h=sinks_h)
-    if cap or sinks_h is not None:
+        assert documents is None or positions_bt is not None, "Documents.on adds the positions"
+        if is_compiled(q_bthd.device):
+            return attend_masked(q_bthd, k_bthd, v_bthd, positions_bt, window, cap=cap, sinks_h=sinks_h)
         unfused: Attend = _attend_unfused if q_bthd.device.type == "cpu" else _outside_graphs(_attend_unfused)
-        return unfused(q_bthd, k_bthd, v_bthd, documents, window, cap, sinks_h)
+        return unfused(q_bthd, k_bthd, v_bthd, positions_bt, window, cap, sinks_h)
     if documents is None:
         return _attend_rows(q_bthd, k_bthd, v_bthd, window)
     # Of bfloat16 it is known, and a compiled layer need not ask.
@@ -229,17 +233,13 @@ def _attend_unfused(
     q_bthd: Tensor,
     k_bthd: Tensor,
     v_bthd: Tensor,
-    documents: Documents | None,
+    positions_bt: Tensor | None,
     window: int,
     cap: float,
     sinks_h: Tensor | None,
 ) -> Tensor:
     """Capped scores and sinks, for which torch's kernels have no place."""
-    positions_bt = None
-    if documents is not None:
-        each = [torch.arange(length) for length in documents.lengths]
-        positions_bt = to_device(torch.cat(each).view(q_bthd.shape[:2]), q_bthd.device)
-    at_once = HOST_UNFUSED_SCORES if q_bthd.device.type == "cpu" else UNFUSED_SCORES
+    at_once = unfused_scores(q_bthd.device)
     return attend_masked(q_bthd, k_bthd, v_bthd, positions_bt, window, at_once, cap, sinks_h)
 
 

@@ -2,7 +2,8 @@
 
 Queries are taken in blocks by all keys that come before their end, and a mask hides what lies in an earlier document:
 a token at position p of its document sees the p tokens before it. So where documents begin are numbers in a tensor and
-never a shape. Scores of a block are there at a time; the backward pass computes them again.
+never a shape. A window is a number of the model, and with one a block has only the keys that its queries can see. One
+block's scores are in memory at a time, in float32 at least; the backward pass computes them again.
 
 It also computes what no fused kernel of torch does, on every device: capped scores (Gemma 2), which become
 cap × tanh(score / cap), and sinks (gpt-oss), a learned score for each head that takes a share of every softmax and
@@ -23,8 +24,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from plait.model.matmul import product_in_float32
+
 BLOCK_SCORES = 2**27
 """Scores of a block, about: half a gigabyte in float32."""
+LEAST_WINDOW_BLOCK = 256
+"""Queries of a block where a window is shorter: smaller products would take longer than the hidden keys do."""
 
 
 def attend_masked(
@@ -40,8 +45,7 @@ def attend_masked(
     """Each token sees itself and the earlier ones of its document, in which `positions_bt` are the tokens' positions
     (None: a row is one document); of these the last `window` ones, itself included, where that is not 0. Scores are
     capped where `cap` is not 0. Differentiable once."""
-    step = max(1, scores_at_once // (q_bthd.shape[0] * q_bthd.shape[1] * q_bthd.shape[2]))
-    cut = _Cut(window=window, step=step, cap=cap)
+    cut = _Cut(window=window, step=queries_at_once(scores_at_once, q_bthd, q_bthd.shape[1], window), cap=cap)
     with torch.autocast(q_bthd.device.type, enabled=False):  # the numbers are in their precision already
         mixed: Tensor = _MaskedAttention.apply(q_bthd, k_bthd, v_bthd, positions_bt, sinks_h, cut)  # type: ignore[assignment]
     return mixed
@@ -51,11 +55,19 @@ def attend_last(
     q_b1hd: Tensor, k_bthd: Tensor, v_bthd: Tensor, cap: float = 0.0, sinks_h: Tensor | None = None
 ) -> Tensor:
     """One query a row, which sees all keys; has no gradient."""
-    queries = _grouped(q_b1hd, k_bthd.shape[2])
+    queries, keys, values = _grouped(q_b1hd, k_bthd.shape[2]), k_bthd.transpose(1, 2), v_bthd.transpose(1, 2)
     hidden = torch.zeros(1, k_bthd.shape[1], dtype=torch.bool, device=q_b1hd.device)
-    last = _Block(first=k_bthd.shape[1] - 1, end=k_bthd.shape[1], hidden=hidden, cap=cap)
-    shares = last.shares(queries, k_bthd.transpose(1, 2), sinks_h).of_keys
-    return _ungrouped(shares.to(v_bthd.dtype) @ v_bthd.transpose(1, 2), 1)
+    last = _Block(begin=0, first=k_bthd.shape[1] - 1, end=k_bthd.shape[1], hidden=hidden, cap=cap)
+    return _ungrouped(last.mixed(queries, keys, values, sinks_h), 1)
+
+
+def queries_at_once(scores_at_once: int, q_bthd: Tensor, keys: int, window: int) -> int:
+    """How many queries form a block: its scores are no more than `scores_at_once`, unless one query has more, and with
+    a window few of them are of keys that it hides. `keys` is the number of all keys."""
+    rows, queries, heads, _ = q_bthd.shape
+    wanted = max(window, LEAST_WINDOW_BLOCK) if window else queries
+    seen = min(keys, wanted + window) if window else keys
+    return max(1, min(wanted, scores_at_once // (rows * heads * seen)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +97,7 @@ class _MaskedAttention(torch.autograd.Function):
         mixed = []
         for block in _blocks(q_bthd, positions_bt, cut):
             queries, keys, values = block.parts(q_bthd, k_bthd, v_bthd)
-            shares = block.shares(queries, keys, sinks_h).of_keys.to(values.dtype)
-            mixed.append(_ungrouped(shares @ values, block.count))
+            mixed.append(_ungrouped(block.mixed(queries, keys, values, sinks_h), block.count))
         return torch.cat(mixed, dim=1)
 
     @staticmethod
@@ -118,40 +129,33 @@ def _gradients(
     for block in _blocks(q_bthd, positions_bt, cut):
         queries, keys, values = block.parts(q_bthd, k_bthd, v_bthd)
         grad = _grouped(grad_bthd[:, block.first : block.end], kv_heads)
-        found = block.shares(queries, keys, sinks_h)
-        shares = found.of_keys
-        grad_shares = (grad @ values.mT).to(shares.dtype)
-        inner = (grad_shares * shares).sum(-1, keepdim=True)
-        grad_scores = (grad_shares - inner) * shares * _scale(q_bthd)
-        if found.slopes is not None:
-            grad_scores = grad_scores * found.slopes
-        grad_scores = grad_scores.to(q_bthd.dtype)
-        if grad_sinks is not None and found.of_sinks is not None:
-            grad_sinks -= (found.of_sinks * inner.squeeze(-1)).unflatten(2, (-1, block.count)).sum((0, 3)).flatten()
-        grad_q.append(_ungrouped(grad_scores @ keys, block.count))
-        behind = (0, 0, 0, 0, 0, k_bthd.shape[1] - block.end)
-        for total, part in ((grad_k, grad_scores.mT @ queries), (grad_v, shares.to(values.dtype).mT @ grad)):
-            total += torch.nn.functional.pad(part.transpose(1, 2).to(exact), behind)
-    of_sinks = None if grad_sinks is None or sinks_h is None else grad_sinks.to(sinks_h.dtype)
-    return torch.cat(grad_q, dim=1), grad_k.to(k_bthd.dtype), grad_v.to(v_bthd.dtype), of_sinks
+        found = block.gradients(grad, queries, keys, values, sinks_h)
+        grad_q.append(_ungrouped(found.queries, block.count))
+        grad_k[:, block.begin : block.end] += found.keys.transpose(1, 2)
+        grad_v[:, block.begin : block.end] += found.values.transpose(1, 2)
+        if grad_sinks is not None and found.sinks_h is not None:
+            grad_sinks += found.sinks_h
+    if grad_sinks is not None and sinks_h is not None:
+        grad_sinks = grad_sinks.to(sinks_h.dtype)
+    return torch.cat(grad_q, dim=1), grad_k.to(k_bthd.dtype), grad_v.to(v_bthd.dtype), grad_sinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shares:
-    """What queries take."""
+class _BlockGradients:
+    """What a block's queries give: their own gradients, and addends of all keys', values' and sinks'."""
 
-    of_keys: Tensor
-    """Of each key's value, [b, k, g × t, s], in float32 at least."""
-    of_sinks: Tensor | None
-    """What sinks take of each query, [b, k, g × t]."""
-    slopes: Tensor | None
-    """By how much a capped score grows with the score, [b, k, g × t, s]; None: they are not capped."""
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    sinks_h: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """Consecutive queries of all rows, which see no key behind the last of them."""
+    """Consecutive queries of all rows, and the keys that one of them may see."""
 
+    begin: int
+    """The first of these keys; the last is that of the last query."""
     first: int
     end: int
     hidden: Tensor
@@ -165,42 +169,72 @@ class _Block:
     def parts(self, q_bthd: Tensor, k_bthd: Tensor, v_bthd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [b, k, g × t, d], and keys and values [b, k, s, d]."""
         queries = _grouped(q_bthd[:, self.first : self.end], k_bthd.shape[2])
-        return queries, k_bthd[:, : self.end].transpose(1, 2), v_bthd[:, : self.end].transpose(1, 2)
+        keys, values = (x[:, self.begin : self.end].transpose(1, 2) for x in (k_bthd, v_bthd))
+        return queries, keys, values
 
-    def shares(self, queries: Tensor, keys: Tensor, sinks_h: Tensor | None) -> _Shares:
-        """What each query takes of each key's value, and of nothing."""
-        scores = (queries * queries.shape[-1] ** -0.5) @ keys.mT  # in this order: fp16 has no number above 65,504
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        slopes = None
-        if self.cap:
-            bent = (scores / self.cap).tanh()
-            scores, slopes = bent * self.cap, 1 - bent.square()
-        by_head = scores.unflatten(2, (-1, self.count)).masked_fill(self.hidden, -inf)
+    def mixed(self, queries: Tensor, keys: Tensor, values: Tensor, sinks_h: Tensor | None) -> Tensor:
+        """The values that queries take, [b, k, g × t, d]."""
+        shares, _ = self.shares(self.scores(queries, keys), sinks_h)
+        return shares.to(values.dtype) @ values
+
+    def gradients(
+        self, grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, sinks_h: Tensor | None
+    ) -> _BlockGradients:
+        """Gradients from that of `mixed`. At most four tensors of scores are in memory at a time, three where scores
+        are not capped: the planner counts on it (BLOCK_NUMBER_BYTES)."""
+        scores = self.scores(queries, keys)
+        slopes = (scores / self.cap).square_().neg_().add_(1) if self.cap else None
+        shares, of_sinks = self.shares(scores, sinks_h)
+        del scores
+        grad_scores = product_in_float32(grad, values.mT)
+        inner = (grad_scores * shares).sum(-1, keepdim=True)
+        grad_scores.sub_(inner).mul_(shares).mul_(_scale(queries))
+        if slopes is not None:
+            grad_scores.mul_(slopes)
+        grad_scores, shares = grad_scores.to(queries.dtype), shares.to(values.dtype)
+        taken = None if of_sinks is None else (of_sinks * inner.squeeze(-1)).unflatten(2, (-1, self.count))
+        return _BlockGradients(
+            queries=grad_scores @ keys,
+            keys=grad_scores.mT @ queries,
+            values=shares.mT @ grad,
+            sinks_h=None if taken is None else -taken.sum((0, 3)).flatten(),
+        )
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scores [b, k, g × t, s] of all keys, capped where `cap` is not 0, in float32 at least."""
+        scores = product_in_float32(queries, keys.mT).mul_(_scale(queries))
+        return scores.div_(self.cap).tanh_().mul_(self.cap) if self.cap else scores
+
+    def shares(self, scores: Tensor, sinks_h: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """What each query takes of each key's value, [b, k, g × t, s], and of its head's sink, [b, k, g × t]. Writes
+        into the scores."""
+        by_head = scores.unflatten(2, (-1, self.count)).masked_fill_(self.hidden, -inf)
         if sinks_h is None:
-            return _Shares(of_keys=by_head.softmax(dim=-1).flatten(2, 3), of_sinks=None, slopes=slopes)
-        sinks_kg11 = sinks_h.to(by_head.dtype).view(keys.shape[1], -1, 1, 1)
+            return by_head.softmax(dim=-1).flatten(2, 3), None
+        sinks_kg11 = sinks_h.to(by_head.dtype).view(by_head.shape[1], -1, 1, 1)
         with_sinks = torch.cat((by_head, sinks_kg11.expand(*by_head.shape[:1], -1, -1, self.count, -1)), dim=-1)
         taken = with_sinks.softmax(dim=-1).flatten(2, 3)
-        return _Shares(of_keys=taken[..., :-1], of_sinks=taken[..., -1], slopes=slopes)
+        return taken[..., :-1], taken[..., -1]
 
 
 def _blocks(q_bthd: Tensor, positions_bt: Tensor | None, cut: _Cut) -> Iterator[_Block]:
     tokens = q_bthd.shape[1]
     for first in range(0, tokens, cut.step):
         end = min(first + cut.step, tokens)
-        queries = torch.arange(first, end, device=q_bthd.device).unsqueeze(1)
-        behind = queries - torch.arange(end, device=q_bthd.device)  # by how many tokens a key comes before a query
-        hidden = behind < 0
+        begin = max(0, first - cut.window + 1) if cut.window else 0
+        queries = torch.arange(first, end, device=q_bthd.device)
+        keys = torch.arange(begin, end, device=q_bthd.device)
+        hidden = keys > queries.unsqueeze(1)
         if cut.window:
-            hidden = hidden | (behind >= cut.window)
+            hidden = hidden | (keys <= queries.unsqueeze(1) - cut.window)
         if positions_bt is not None:
-            hidden = hidden | (behind > positions_bt[:, first:end, None])
-            hidden = hidden[:, None, None]
-        yield _Block(first=first, end=end, hidden=hidden, cap=cut.cap)
+            begins_bt = queries - positions_bt[:, first:end]  # of the queries' documents
+            hidden = (hidden | (keys < begins_bt.unsqueeze(2)))[:, None, None]
+        yield _Block(begin=begin, first=first, end=end, hidden=hidden, cap=cut.cap)
 
 
-def _scale(q_bthd: Tensor) -> float:
-    return q_bthd.shape[-1] ** -0.5
+def _scale(queries: Tensor) -> float:
+    return queries.shape[-1] ** -0.5
 
 
 def _grouped(x_bthd: Tensor, kv_heads: int) -> Tensor:

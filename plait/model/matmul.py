@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from plait.accelerator import has_cuda_kernels
+
 MatmulLibrary = Literal["default", "onednn"]
 _SWITCH: dict[str, MatmulLibrary] = {"none": "default", "bf16": "onednn"}
 """torch's values of the switch. "bf16" allows oneDNN to round to bfloat16 where that is faster on a processor; where it
@@ -63,6 +65,17 @@ def default_library_name() -> str:
 def has_onednn() -> bool:
     """Whether this torch was built with oneDNN, and the processor is one that it runs on."""
     return torch.backends.mkldnn.is_available()
+
+
+def product_in_float32(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y in float32 although both have 16 bits: [..., m, k] by [..., k, n]; of wider numbers the plain product. Has
+    no gradient."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype == wide:
+        return x @ y
+    if not has_cuda_kernels(x.device):
+        return x.to(wide) @ y.to(wide)
+    return torch.bmm(x.flatten(0, -3), y.flatten(0, -3), out_dtype=wide).unflatten(0, x.shape[:-2])
 
 
 # Note [attention keeps the default library]: torch's attention on processors multiplies blocks of some 32 numbers, for

@@ -155,7 +155,9 @@ def _layer_runs(model: ProbedModel, request: ProbeRequest, device: torch.device,
         rotation=None if rotary is None else rotary(positions, torch.float32),
         window_rotation=None if window_rotary is None else window_rotary(positions, torch.float32),
         query_growth=query_growth(shape, positions, torch.float32),
-        documents=Documents(lengths=(model.sequence,) * model.sequences).on(device, longest=model.sequence),
+        documents=Documents(lengths=(model.sequence,) * model.sequences).on(
+            device, longest=model.sequence, positions_bt=positions
+        ),
         cache=None,
     )
     x_nd = random_tensor((model.tokens, shape.width), device, torch.float32).requires_grad_()
@@ -283,10 +285,12 @@ def product_runs(sizes: tuple[int, int, int], device: torch.device, dtype: torch
 def attention_runs(sizes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> PieceRuns:
     """The model's attention over sequences of equal length, forward and backward."""
     sequences, length, heads, kv_heads, head_width = sizes
-    documents = Documents(lengths=(length,) * sequences).on(device, longest=length)
     q_bthd, k_bthd, v_bthd = (
         random_tensor((sequences, length, some, head_width), device, dtype).requires_grad_()
         for some in (heads, kv_heads, kv_heads)
+    )
+    documents = Documents(lengths=(length,) * sequences).on(
+        device, longest=length, positions_bt=torch.arange(length, device=device).expand(sequences, -1)
     )
 
     def forward() -> Tensor:

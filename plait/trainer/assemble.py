@@ -26,7 +26,7 @@ from plait.parallel.sharded_model import Forward, LossOf, ShardedModel
 from plait.parallel.watched import WATCH
 from plait.parallel.whole_matrices import MatrixExchange, stage_exchange
 from plait.partition.execution import Compile, Precision
-from plait.planner.derive.published_rules import MARGIN_OVER_BETA, USUAL_BETA
+from plait.planner.derive.published_rules import preference_numbers
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
@@ -248,12 +248,12 @@ def preference_loss_of(config: RunConfig) -> PreferenceLoss | None:
     tuning = config.finetune
     if tuning.objective == "sft":
         return None
-    beta = USUAL_BETA[tuning.objective] if tuning.beta == "auto" else tuning.beta
+    beta, margin = preference_numbers(tuning)
     return PreferenceLoss(
         kind=tuning.objective,
         beta=beta,
         label_smoothing=tuning.label_smoothing,
-        margin=beta * MARGIN_OVER_BETA if tuning.margin == "auto" else tuning.margin,
+        margin=margin,
         compared_with=tuning.reference if tuning.objective == "dpo" else "none",
     )
 

@@ -27,6 +27,7 @@ from plait.commands.preparing.base import keep_base_files
 from plait.data.conversations.chat_template import PLAIN_TEMPLATE, ChatTemplate, find_template
 from plait.data.preparation.build import DataRequest
 from plait.data.preparation.prepare import prepare_corpus
+from plait.data.preparation.tokens import encode_alike
 from plait.data.sources import Source
 from plait.errors import PlaitError, disk_advice, is_out_of_space
 from plait.interop.base_model import read_base_model
@@ -313,6 +314,9 @@ def test_a_gguf_file_is_read_back_as_it_was(family: str, tmp_path: Path) -> None
     for name, parameter in model.named_parameters():
         assert torch.equal(back.model.get_parameter(name), parameter), name
     assert back.tokenizer.encode(text) == own.encode(text) and back.tokenizer.eot == own.eot
+    assert back.tokenizer.hash != own.hash and encode_alike(
+        own, back.tokenizer, [text]
+    )  # so it is measured on held-out text
     write_export("tiny", Path("small.gguf"), dtype="q8_0", screen=SilentScreen(), working=working)
     tensors = {one.name: one for one in gguf.GGUFReader(tmp_path / "small.gguf").tensors}
     down = tensors["blk.1.ffn_down.weight"]

@@ -50,7 +50,7 @@ class Graphs:
 class PlacedDocuments(Documents):
     """Documents that are on the device already: fake tensors cannot be pinned."""
 
-    def on(self, device: torch.device, *, longest: int, positions_bt: Tensor | None = None) -> Documents:
+    def on(self, device: torch.device, *, longest: int, positions_bt: Tensor) -> Documents:
         return self
 
 

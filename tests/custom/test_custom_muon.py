@@ -111,6 +111,12 @@ def server() -> RanksOf:
     return RanksOf("tests.custom.run_entries")
 
 
+def test_matrices_that_torch_shards_are_orthogonalized_whole() -> None:
+    """FSDP2, whose rows and momenta stay where they are."""
+    told = told_by(RanksOf("tests.custom.muon_entries"), "updates_of_shards", 2)
+    assert len(told) == 2 and max(error for one in told for error in one["errors"]) < 1e-12, told
+
+
 def skip_what_torch_lacks(whole: str) -> None:
     if whole == "torch.optim.Muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch.optim.Muon came with torch 2.9")

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from plait.data.preparation import cuts
 from plait.data.preparation.cuts import cut_into_pieces
-from plait.data.preparation.tokens import END_OF_TEXT, Tokenizer, bpe_vocabulary, load_tokenizer, train_bpe
+from plait.data.preparation.tokens import (
+    END_OF_TEXT,
+    Tokenizer,
+    bpe_vocabulary,
+    encode_alike,
+    load_tokenizer,
+    load_trained,
+    train_bpe,
+)
 from plait.errors import PlaitError
 
 # The pattern that Llama 3 and Qwen 2 use (theirs differ in the length of digit groups only).
@@ -171,6 +179,23 @@ def test_a_trained_tokenizer_spells_any_text_and_knows_its_end(text: str) -> Non
     for sample in (text, "中文 \x00\x7f é", "\n\n\t x"):
         assert tokenizer.decode(tokenizer.encode(sample)) == sample
     assert len(tokenizer.encode(text)) < 0.7 * len(text)
+
+
+def test_tokenizers_are_alike_by_what_they_do(text: str) -> None:
+    own = train_bpe([text], 300)
+    values = json.loads(own.definition)
+    added = values["added_tokens"][0]
+    more = [*values["added_tokens"], {**added, "id": 300, "content": "[PAD300]"}]
+    padded = load_trained(json.dumps({**values, "added_tokens": more}))
+    assert padded.hash != own.hash and encode_alike(own, padded, [text[:2000]])
+    assert not encode_alike(padded, own, [text[:2000]])
+    fewer = {**values["model"], "merges": values["model"]["merges"][:-5]}
+    assert not encode_alike(own, load_trained(json.dumps({**values, "model": fewer})), [text[:2000]])
+    first, second, *_ = (token for token in own.backend.get_vocab() if token != END_OF_TEXT)
+    vocabulary = {**values["model"]["vocab"]}
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    swapped = load_trained(json.dumps({**values, "model": {**values["model"], "vocab": vocabulary}}))
+    assert not encode_alike(own, swapped, [""])
 
 
 def test_a_larger_corpus_is_given_a_larger_vocabulary() -> None:

@@ -130,6 +130,15 @@ BAD = {
     "then.sh": ("TP=1\nif [ x ]; then TP=2; fi\npython pretrain_gpt.py --num-layers 2 --hidden-size 64 "
                 "--num-attention-heads 2 --micro-batch-size 1 --tensor-model-parallel-size $TP\n",
                 "depends-on-a-condition"),
+    "and.sh": ('TP=1\n[ -z "$X" ] && TP=2\npython pretrain_gpt.py --num-layers 2 --hidden-size 64 '
+               "--num-attention-heads 2 --micro-batch-size 1 --tensor-model-parallel-size $TP\n",
+               "depends-on-a-condition"),
+    "or.sh": ('[[ "$X" == "a && b" ]] &&\n  export TP=2 || TP=4\npython pretrain_gpt.py --num-layers 2 '
+              "--hidden-size 64 --num-attention-heads 2 --micro-batch-size 1 --tensor-model-parallel-size $TP\n",
+              "depends-on-a-condition"),
+    "group.sh": ("TP=1\ntest -n a && { echo b; TP=2; }\npython pretrain_gpt.py --num-layers 2 --hidden-size 64 "
+                 "--num-attention-heads 2 --micro-batch-size 1 --tensor-model-parallel-size $TP\n",
+                 "depends-on-a-condition"),
     "large.sh": (f"A=$(({'*'.join(['9' * 18] * 300)}))\npython pretrain_gpt.py --num-layers $A --hidden-size 64 "
                  "--num-attention-heads 2 --micro-batch-size 1\n", "known only when it runs"),
     "doubled.sh": ("A=xx\n" + 'A="$A$A"\n' * 60 + "python a.py --num-layers $A\n", "more than 1,000,000 characters"),
@@ -220,6 +229,14 @@ SCRIPTS = {
     ),
     "words that look like variables": (
         f"A=${{NAME:-a b}} B=$(date +'%Y') C=\\a\\b torchrun --nproc-per-node 2 {MEGATRON}\n", {"devices": 2},
+    ),
+    "commands and groups that set nothing": (
+        f"TP=1; cd /a || {{ echo 'no && yes'; exit 1; }}\nTP=2 && N=2\nA=3 && cd /b && torchrun --nproc-per-node $N "
+        f"{MEGATRON} --tensor-model-parallel-size $TP\n",
+        {"devices": 2, "layout": Layout(tensor=2)},
+    ),
+    "a variable that only a condition sets": (
+        f'[ -z "$N" ] && N=2\ntorchrun --nproc-per-node $N {MEGATRON}\n', {"devices": 2},
     ),
     "options of accelerate": (
         "accelerate launch --mixed_precision bf16 --use_deepspeed --zero_stage 3 sft.py --max_steps 3\n",

@@ -47,7 +47,8 @@ def test_documents_are_attended_to_apart(device: torch.device) -> None:
     """By the flash kernel for lengths on a GPU; forward and backward, heads that share keys."""
     heads = (4, 2, 2)
     q, k, v = (drawn(device, ROWS, 64, some, 16, seed=some + n).requires_grad_() for n, some in enumerate(heads))
-    documents = Documents(LENGTHS).on(device, longest=64)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(ROWS, 64).to(device)
+    documents = Documents(LENGTHS).on(device, longest=64, positions_bt=positions)
     found = attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), documents)
     parts = (x.flatten(0, 1).split(list(LENGTHS)) for x in (q, k, v))
     alone = [
@@ -62,6 +63,23 @@ def test_documents_are_attended_to_apart(device: torch.device) -> None:
         strict=True,
     ):
         assert relative_error(one, other) < BF16_ERROR
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("window", [0, 10])
+def test_capped_scores_and_sinks_are_those_of_float64(device: torch.device, dtype: torch.dtype, window: int) -> None:
+    """In documents, with scores so large that 16 bits would round them to halves."""
+    q, k, v, grad = (drawn(device, ROWS, 64, heads, 16, seed=n).to(dtype) for n, heads in enumerate((4, 2, 2, 4)))
+    sinks, positions = drawn(device, 4, seed=7), torch.cat([torch.arange(length) for length in LENGTHS])
+    documents = Documents(LENGTHS).on(device, longest=64, positions_bt=positions.view(ROWS, 64).to(device))
+    found, wanted = list[Tensor](), list[Tensor]()
+    for numbers, results in ((dtype, found), (torch.float64, wanted)):
+        leaves = [x.to(numbers).requires_grad_() for x in (q * 8, k * 8, v)]
+        leaves.append(sinks.to(torch.promote_types(numbers, torch.float32)).requires_grad_())
+        mixed = attend(leaves[0], leaves[1], leaves[2], documents, window, 50.0, leaves[3])
+        results += [mixed, *torch.autograd.grad(mixed, leaves, grad.to(numbers))]
+    for one, other in zip(found, wanted, strict=True):
+        assert relative_error(one, other) < (1e-4 if dtype == torch.float32 else BF16_ERROR)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from plait.commands.models.opened_model import open_model
 from plait.errors import PlaitError
+from plait.interop import gguf_out
+from plait.interop.gguf_tokenizer import GgufTokenizer
+from plait.model.shape import ModelShape, weight_sizes
 from plait.working_folder import WorkingFolder
 from tests.interop.folders import write_gguf, write_model
 
@@ -49,3 +54,30 @@ def test_what_the_reader_would_drop_or_cannot_read_is_refused(tmp_path: Path) ->
         with pytest.raises(PlaitError, match=words):
             open_model(name, WorkingFolder(tmp_path))
     assert not [path for path in (tmp_path / ".plait" / "models").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "q8_0"])
+def test_a_tensor_is_written_some_rows_at_a_time(tmp_path: Path, dtype: gguf_out.GgufType) -> None:
+    """The same bytes as at once, and never more numbers in memory than asked for, but for whole heads."""
+    gguf = pytest.importorskip("gguf")
+    shape = ModelShape(layers=1, width=32, heads=4, kv_heads=2, head_width=8, ffn=64, vocabulary=50, sequence=16)
+    draw, extents = torch.Generator().manual_seed(1), list[tuple[int, ...]]()
+    weights = {name: torch.randn(sizes, generator=draw) for name, sizes in weight_sizes(shape).items()}
+
+    def read(name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
+        extents.append(extent)
+        return weights[name][tuple(slice(first, first + count) for first, count in zip(offset, extent, strict=True))]
+
+    tokenizer = GgufTokenizer(pre="smollm", tokens=tuple(map(str, range(50))), types=(1,) * 50, merges=())
+    files = [tmp_path / "whole.gguf", tmp_path / "rows.gguf"]
+    for file, at_once in zip(files, (1 << 24, 8 * 32 * 3), strict=True):
+        extents.clear()
+        gguf_out.write_gguf(
+            file, shape, dtype, read, tokenizer, name="tiny", special={}, adds_beginning="no", at_once=at_once
+        )
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert max(prod(extent) for extent in extents) == 8 * 32  # a head
+    if dtype == "float32":
+        (query,) = [one for one in gguf.GGUFReader(files[1]).tensors if one.name == "blk.0.attn_q.weight"]
+        turned = weights["layers.0.attention.q.weight"].view(4, 2, 4, 32).swapaxes(1, 2).reshape(32, 32)
+        assert torch.equal(torch.from_numpy(query.data.copy()), turned)

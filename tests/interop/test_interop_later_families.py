@@ -18,17 +18,22 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from plait.errors import PlaitError
 from plait.interop.adapter_in import read_adapter, with_adapter
-from plait.interop.base_model import BaseModel, read_base_model
+from plait.interop.base_model import BaseModel, WeightPlace, read_base_model
 from plait.interop.config_in import shape_of_config
 from plait.interop.config_out import config_of_shape
 from plait.interop.families import MODEL_FAMILIES
-from plait.interop.read_weights import file_tensors, load_model_from
+from plait.interop.mxfp4 import unpacked
+from plait.interop.read_weights import READ_BYTES, blocks_of, file_tensors, load_model_from
+from plait.interop.stored_names import StoredName
+from plait.interop.tensor_files import StoredTensor
 from plait.interop.write_weights import write_weights, written_tensors
 from plait.model.gpt import GPT
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import training_flops_per_token
+from plait.partition.boxes import whole_box
 from plait.planner.derive.adapters import adapter_for
 from plait.recipe.finetune import FinetuneSection
+from plait.report.memory import LiveTensorPeak
 from plait.trainer.generate import generate
 from tests.interop.random_models import LATER_NAMES, SEQUENCE, VOCABULARY, random_later_config, random_model
 from tests.interop.test_interop_peft import logits_of, random_adapter, written
@@ -239,6 +244,29 @@ def test_packed_experts_are_what_transformers_unpacks(tmp_path: Path) -> None:
     save_file(packed, folders[1] / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(PlaitError, match=r"lacks the weight model.layers.1.mlp.experts.down_proj_scales"):
         read_base_model(folders[1])
+
+
+def test_packed_numbers_are_unpacked_in_little_memory() -> None:
+    draw = torch.Generator().manual_seed(3)
+    codes, scales = (torch.randint(100, 256, (64, n), generator=draw).to(torch.uint8) for n in (1024, 64))
+    unpacked(codes[:1], scales[:1])  # makes the table
+    with LiveTensorPeak(CPU, [codes, scales]) as peak:
+        found = unpacked(codes, scales.clamp(max=140))
+    assert peak.bytes < 2 * found.numel() * 4
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1).double()
+    magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[nibbles.long() % 8]
+    powers = 2.0 ** (scales.clamp(max=140).double() - 127)
+    wanted = torch.where(nibbles >= 8, -magnitude, magnitude) * powers.repeat_interleave(32, dim=1)
+    assert torch.equal(found.double(), wanted)
+
+
+def test_packed_rows_are_read_as_many_at_a_time_as_fit_unpacked(tmp_path: Path) -> None:
+    codes = StoredTensor(name="w_blocks", file=tmp_path / "f", dtype="U8", shape=(4096, 1440), begin=0)
+    scales = StoredTensor(name="w_scales", file=tmp_path / "f", dtype="U8", shape=(4096, 90), begin=4096 * 1440)
+    place = WeightPlace(stored=codes, name=StoredName(name="w"), first=0, scales=scales)
+    blocks = list(blocks_of(place, whole_box((4096, 2880)), torch.empty(4096, 2880)))
+    assert sum(len(part) for _, part in blocks) == 4096
+    assert max(part.numel() for _, part in blocks) * 4 <= READ_BYTES
 
 
 def test_adapters_of_models_with_experts_are_refused_in_a_sentence() -> None:

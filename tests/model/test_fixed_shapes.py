@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from plait.model.attention import Documents, attend, attend_cached
 from plait.model.expert_blocks import block_product, blocks_by_expert, from_blocks, to_blocks
-from plait.model.masked_attention import attend_masked
+from plait.model.masked_attention import LEAST_WINDOW_BLOCK, attend_masked
 from plait.model.mixture import from_experts, grouped_product, order_by_expert, to_experts
 
 LENGTHS = (5, 7, 1, 1, 10)
@@ -46,6 +47,60 @@ def test_caps_and_sinks_are_what_their_formula_says(cap: float, sinks: bool, win
         assert_same(expected, [found, *gradients(found, of, grad)])
     last = attend_cached(q[:, -1:], k, v, window, cap, own)
     assert_same([result[:, -1:]], [last])
+
+
+@pytest.mark.parametrize("window", [1, 3, 200])
+def test_a_window_in_blocks_is_that_of_the_whole_row(window: int) -> None:
+    """Blocks that begin behind the row's first key, also with documents."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 700, heads, 4, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    grad, lengths = torch.randn(2, 700, 2, 4, dtype=torch.float64), (650, 50, 300, 400)
+    positions = torch.cat([torch.arange(length) for length in lengths]).view(2, 700)
+    for documents in (None, Documents(lengths, positions_bt=positions)):
+        expected = attend(q, k, v, documents, window)
+        found = attend_masked(q, k, v, None if documents is None else positions, window)
+        assert_same([expected, *gradients(expected, [q, k, v], grad)], [found, *gradients(found, [q, k, v], grad)])
+
+
+def test_the_cost_of_a_window_does_not_grow_with_the_square_of_the_row() -> None:
+    counts = []
+    for tokens in (1024, 2048):
+        q, k, v = (torch.randn(1, tokens, 2, 8, requires_grad=True) for _ in range(3))
+        with FlopCounterMode(display=False) as counter:
+            attend_masked(q, k, v, None, 16).sum().backward()
+        counts.append(counter.get_total_flops())
+    most = 7 * 2 * 2 * 8 * 1024 * (LEAST_WINDOW_BLOCK + 16)  # seven products of two heads
+    assert counts[0] <= most and counts[1] <= 2 * most
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.01), (torch.float16, 0.002)])
+def test_scores_are_not_rounded_before_the_softmax(dtype: torch.dtype, error: float) -> None:
+    """Scores of about 60 that differ by little: in bf16 each would be off by up to 0.125, its share by an eighth."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 64, heads, 32, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    narrow = [x.to(dtype).requires_grad_() for x in (q * 0.3 + 3.3, k * 0.3 + 3.3, v)]
+    exact = [x.detach().double().requires_grad_() for x in narrow]
+    found, expected = (attend_masked(x[0], x[1], x[2], None, 0) for x in (narrow, exact))
+    pairs = zip(
+        [found, *gradients(found, narrow, grad.to(dtype))],
+        [expected, *gradients(expected, exact, grad.to(dtype).double())],
+        strict=True,
+    )
+    errors = [float(((one.double() - other).norm() / other.norm()).detach()) for one, other in pairs]
+    assert max(errors[0], errors[3]) < error, errors  # the result and the values' gradient
+    assert max(errors) < 3 * error, errors  # of queries and keys, whose addends nearly cancel here
+
+
+def test_float16_scores_beyond_its_largest_number_are_exact() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 8, 2, 64, dtype=torch.float64) for _ in range(3))
+    halves = [x.half().requires_grad_() for x in (q + 40, k + 40, v)]
+    assert (halves[0].double() @ halves[1].double().mT).max() > 65_504
+    found = attend_masked(halves[0], halves[1], halves[2], None, 0)
+    exact = [x.detach().double() for x in halves]
+    expected = attend_masked(exact[0], exact[1], exact[2], None, 0)
+    assert float((found.detach().double() - expected).abs().max()) < 2e-3
+    assert all(x.isfinite().all() for x in gradients(found, halves, torch.ones_like(found)))
 
 
 def by_formula(q: Tensor, k: Tensor, v: Tensor, window: int, cap: float, sinks: Tensor | None) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.model.attention import Documents, attend
+from plait.parallel.context.cut import WindowBand
 from plait.parallel.context.kernels import Kernel, blocked_kernel, kernel_for, merge_results
 
 QUERIES, EARLIER, ROWS, HEADS, WIDTH = 12, 17, 2, 6, 8
@@ -14,7 +15,7 @@ KERNELS = {
     "flash": kernel_for(torch.empty(1, 1, 1, WIDTH, dtype=torch.float64)),
     "blocks of one query": blocked_kernel(1),
     "blocks of some": blocked_kernel(5 * ROWS * HEADS * EARLIER),
-    "one block": blocked_kernel(),
+    "one block": blocked_kernel(2**20),
 }
 
 
@@ -70,6 +71,38 @@ def test_joined_sums_are_those_of_all_keys_in_float32_for_bfloat16() -> None:
     assert outcome[0].dtype == torch.bfloat16 and outcome[1].dtype == torch.float32
     torch.testing.assert_close(outcome[1], total)
     torch.testing.assert_close(outcome[0], out, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_that_16_bits_cannot_hold_are_exact(dtype: torch.dtype) -> None:
+    """Of up to 100,000 before they are divided, where float16 ends at 65,504 and bfloat16 knows each 512th number."""
+    drawn = tensors(*[(1, 24, heads, 64) for heads in (4, 2, 2, 4)])
+    q, k, v, grad = (x.to(dtype) for x in (drawn[0] / 4 + 40, drawn[1] / 4 + 40, drawn[2], drawn[3]))
+    kernel, mask = blocked_kernel(2**20, window=5), WindowBand(shift=0, window=5)
+    out, total = kernel.forward(q, k, v, mask)
+    wide = [x.double() for x in (q, k, v)]
+    wanted, wanted_total = kernel.forward(wide[0], wide[1], wide[2], mask)
+    torch.testing.assert_close(total.double(), wanted_total, rtol=1e-6, atol=1e-3)
+    found = kernel.backward((grad, q, k, v, out, total), mask)
+    expected = kernel.backward((grad.double(), *wide, wanted, wanted_total), mask)
+    assert all(x.isfinite().all() for x in found)
+    assert max(relative_error(out, wanted), relative_error(found[2], expected[2])) < 0.01
+
+
+def test_gradients_of_many_blocks_are_added_up_in_float32() -> None:
+    drawn = [x.bfloat16() for x in tensors(*[(1, 256, heads, 8) for heads in (2, 1, 1, 2)])]
+    q, k, v, grad = drawn
+    wide = [x.double() for x in drawn]
+    one_query, exact = blocked_kernel(1), blocked_kernel(2**20)
+    outcomes = one_query.forward(q, k, v, "causal"), exact.forward(wide[0], wide[1], wide[2], "causal")
+    found = one_query.backward((grad, q, k, v, *outcomes[0]), "causal")
+    expected = exact.backward((wide[3], wide[0], wide[1], wide[2], *outcomes[1]), "causal")
+    errors = [relative_error(one, other) for one, other in zip(found, expected, strict=True)]
+    assert max(errors) < 0.008, errors
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 def close(found: Tensor, wanted: Tensor) -> None:

@@ -9,13 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.published.memory_fit import cannot_fit, fits
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.machines.cluster import read_cluster
+from plait.model import attention
+from plait.model.masked_attention import attend_masked
 from plait.model.sizes import explicit_shape
-from plait.planner.memory.activations import layer_activations, scores_held
+from plait.planner.memory.activations import (
+    BLOCK_NUMBER_BYTES,
+    HOST_UNFUSED_SCORES,
+    UNFUSED_SCORES,
+    block_bytes,
+    kept_logsumexps,
+    layer_activations,
+    scores_held,
+)
 from plait.planner.memory.estimate import estimate_memory
 from plait.planner.memory.traced_peak import MEMORY_ITEMS, traced_peak
 from plait.planner.problem.candidates import Candidates
@@ -23,6 +34,7 @@ from plait.planner.problem.program_profiles import MEGATRON, MEGATRON_2021, SAIL
 from plait.planner.problem.software_profile import PLAIT_PROFILE
 from plait.planner.problem.workload import Orthogonalization, Workload, workload_of
 from plait.planner.step_time.step_time import estimate_step_time
+from plait.report.memory import LiveTensorPeak
 from tests.entry_tables import entries_of
 from tests.matrix import few_fast
 from tests.planner.cost_inputs import inputs
@@ -119,12 +131,41 @@ def test_capped_scores_are_computed_in_blocks_and_their_slopes_are_held():
     before, after = (
         estimate_memory(one, Candidates.from_rows([{"micro_sequences": 1}]), PLAIT_PROFILE) for one in (plain, blocked)
     )
-    assert after.activations[0] == before.activations[0] + 16 * 2**24
+    logsumexps = 4 * 2048 * 16 * 12  # which blocks do not keep
+    assert after.activations[0] == before.activations[0] + 16 * 2**24 - logsumexps
     assert after.logits[0] == before.logits[0] + 8 * 2048 * 32768
     times = [
         estimate_step_time(inputs(one, A100, Candidates.from_rows([{}]), PLAIT_PROFILE)) for one in (plain, blocked)
     ]
     assert times[0].scores[0] < times[1].scores[0] and times[0].products[0] == times[1].products[0]
+
+
+def test_a_block_has_the_scores_of_one_query_a_row_at_least():
+    shape = explicit_shape(layers=12, width=1024, heads=16, vocabulary=32768, sequence=2048)
+    capped = workload_of(replace(shape, attention_cap=50.0), sequence=2048, batch_sequences=1024)
+    table = Candidates.from_rows([{"micro_sequences": 1}, {"micro_sequences": 1024}, {"micro_sequences": 1}])
+    assert block_bytes(capped, table, 2**24).tolist() == [16 * 2**24, 16 * 1024 * 16 * 2048, 16 * 2**24]
+    assert block_bytes(capped, table, 2**30)[0] == 16 * 16 * 2048**2
+    over_two = Candidates.from_rows([{"micro_sequences": 1}, {"micro_sequences": 1, "context": 2}])
+    assert kept_logsumexps(capped, over_two).tolist() == [0, 4 * 1024 * 16]
+
+
+@pytest.mark.parametrize("capped", ["capped", "plain"])
+def test_scores_of_a_block_take_the_bytes_that_are_counted(capped: str) -> None:
+    """Measured: two sizes of blocks, so that all else cancels out."""
+    q, k, v = (torch.randn(1, 256, heads, 4, requires_grad=True) for heads in (8, 2, 2))
+    sinks, positions = torch.zeros(8, requires_grad=True), torch.arange(256)[None]
+    peaks = []
+    for scores in (2**16, 2**17):
+        with LiveTensorPeak(torch.device("cpu"), [q, k, v]) as peak:
+            attend_masked(q, k, v, positions, 0, scores, 5.0 if capped == "capped" else 0.0, sinks).sum().backward()
+        peaks.append(peak.bytes)
+    needed = (peaks[1] - peaks[0]) / 2**16
+    assert needed == pytest.approx(BLOCK_NUMBER_BYTES - (0 if capped == "capped" else 4), rel=0.05)
+
+
+def test_blocks_are_of_the_size_that_the_planner_knows() -> None:
+    assert (UNFUSED_SCORES, HOST_UNFUSED_SCORES) == (attention.UNFUSED_SCORES, attention.HOST_UNFUSED_SCORES)
 
 
 def test_a_pipeline_keeps_as_many_micro_batches_as_it_has_stages_at_most():

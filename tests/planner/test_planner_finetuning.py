@@ -13,8 +13,14 @@ from plait.model.adapter_shape import AdapterShape
 from plait.model.shape import ModelShape, linear_layers
 from plait.planner.derive.adapters import named_targets
 from plait.planner.derive.model_size import CorpusFacts
-from plait.planner.derive.published_rules import finetuning_lr, finetuning_warmup_steps, rank_for_tokens
+from plait.planner.derive.published_rules import (
+    finetuning_lr,
+    finetuning_warmup_steps,
+    preference_numbers,
+    rank_for_tokens,
+)
 from plait.planner.plan import Plan
+from plait.recipe.finetune import FinetuneObjective, FinetuneSection
 from plait.recipe.schema import RunConfig
 from tests.planner.machines import CHATS, EIGHT_H100, LAPTOP, SERVER, SMOLLM2, planned, recipe
 
@@ -74,6 +80,22 @@ def test_a_step_holds_so_many_examples_and_the_run_three_epochs(tmp_path: Path) 
     assert lora.job.optimizer.warmup_steps == finetuning_warmup_steps(lora.job.steps) == 10
     long = replace(CHATS, train_tokens=10_000_000, documents=100)
     assert planned(tuned(tmp_path, "train.sequence=256"), long, LAPTOP).job.batch_sequences == 32
+
+
+@pytest.mark.parametrize(
+    ("objective", "named", "numbers"),
+    [
+        ("simpo", {}, (2.0, 1.0)),
+        ("simpo", {"beta": 4.0}, (4.0, 2.0)),
+        ("simpo", {"margin": 0.3}, (2.0, 0.3)),
+        ("dpo", {}, (0.1, 0.05)),
+    ],
+)
+def test_beta_and_margin_may_be_left_open(
+    objective: FinetuneObjective, named: dict[str, float], numbers: tuple[float, float]
+) -> None:
+    section = FinetuneSection(method="full", objective=objective, **named)  # type: ignore[arg-type]
+    assert preference_numbers(section) == numbers
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

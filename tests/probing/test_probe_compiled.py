@@ -51,8 +51,9 @@ def test_a_layer_is_compiled_before_it_is_timed_and_its_backward_can_be_repeated
 ) -> None:
     graphs, request = CountedGraphs(), replace(REQUEST, compile="blocks")
 
-    def on_a_gpu(documents: Documents, device: torch.device, *, longest: int) -> Documents:
-        return Documents(documents.lengths, of_any_length(cumulative_lengths(documents.lengths)), longest)
+    def on_a_gpu(documents: Documents, device: torch.device, *, longest: int, positions_bt: torch.Tensor) -> Documents:
+        ends = of_any_length(cumulative_lengths(documents.lengths))
+        return Documents(documents.lengths, ends, longest, positions_bt)
 
     monkeypatch.setattr(Documents, "on", on_a_gpu)
     monkeypatch.setattr(arithmetic, "attention_runs", lambda *_: {})  # its kernel is a GPU's

@@ -128,6 +128,15 @@ def corpus_tokenizer(corpus: Corpus) -> Tokenizer:
     return tokenizer
 
 
+def encode_alike(one: Tokenizer, other: Tokenizer, texts: Sequence[str]) -> bool:
+    """Whether two tokenizers do the same although their files differ, as that of a .gguf file does from the
+    tokenizer.json that it was made from: each id of the first stands for the same token in the other, texts begin with
+    the same ids, and these texts are encoded alike."""
+    known, others = (each.backend.get_vocab(with_added_tokens=True) for each in (one, other))
+    same_ids = known.items() <= others.items() and one.beginning == other.beginning
+    return same_ids and one.encode_pieces(texts) == other.encode_pieces(texts)
+
+
 def train_bpe(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """Train byte-level BPE with GPT-2's pre-tokenization; the same texts give the same tokenizer bit for bit."""
     check_bpe_vocabulary(vocabulary)

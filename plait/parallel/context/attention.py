@@ -137,11 +137,13 @@ class _Attend(torch.autograd.Function):
         grad_q, grad_k, grad_v = (x.unflatten(0, q.shape[:2]) for x in squares)
         if gathering is not None:
             keys, values = gathering.wait()
-            grads_kv = torch.zeros((2, *keys.shape), dtype=keys.dtype, device=keys.device)
+            grad_q, grad_k, grad_v = (x.to(total.dtype) for x in (grad_q, grad_k, grad_v))  # sums of pieces
+            grads_kv = torch.zeros((2, *keys.shape), dtype=total.dtype, device=keys.device)
             for one in cut.rectangles:
                 _rectangle_backward(kernel, one, (grad, q, keys, values, out, total), (grad_q, *grads_kv))
             del gathering, keys, values
-            ctx.exchange.add_home(grads_kv, grad_k, grad_v)
+            ctx.exchange.add_home(grads_kv.to(k.dtype), grad_k, grad_v)
+            grad_q, grad_k, grad_v = (x.to(q.dtype) for x in (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v, _sinks_gradient(grad, out, total, sinks_h), None, None, None
 
 
@@ -149,7 +151,7 @@ def _sinks_gradient(grad: Tensor, out: Tensor, total: Tensor, sinks_h: Tensor | 
     """What the sinks' shares of this rank's queries give: a sink's value is zero, and all others' results shrink."""
     if sinks_h is None:
         return None
-    inner_bth = (grad * out).sum(-1).to(total.dtype)
+    inner_bth = (grad.to(total.dtype) * out).sum(-1)
     return -((sinks_h.to(total.dtype) - total).exp() * inner_bth).sum((0, 1)).to(sinks_h.dtype)
 
 

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from plait.accelerator import suits_flash_kernels
-from plait.model.matmul import matmul_library
+from plait.model.attention import unfused_scores
+from plait.model.masked_attention import queries_at_once
+from plait.model.matmul import matmul_library, product_in_float32
 from plait.parallel.context.cut import Mask, TokenSpan, WindowBand
 
 SegmentRuns = tuple[TokenSpan, ...]
@@ -46,7 +48,7 @@ def kernel_for(q: Tensor, window: int = 0, cap: float = 0.0) -> Kernel:
     """The fastest kernel for queries of this device, type and head width. With a `window`, which segments and
     rectangles reach beyond, or capped scores, it is that of plain products."""
     if window or cap:
-        return blocked_kernel(window=window, cap=cap)
+        return blocked_kernel(unfused_scores(q.device), window=window, cap=cap)
     if q.device.type == "cpu":
         return _in_runs(_cpu_forward, _cpu_backward)
     if suits_flash_kernels(q) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
@@ -56,10 +58,10 @@ def kernel_for(q: Tensor, window: int = 0, cap: float = 0.0) -> Kernel:
             segments_forward=_cuda_segments_forward,
             segments_backward=_cuda_segments_backward,
         )
-    return blocked_kernel()
+    return blocked_kernel(unfused_scores(q.device))
 
 
-def blocked_kernel(scores_at_once: int = 2**25, window: int = 0, cap: float = 0.0) -> Kernel:
+def blocked_kernel(scores_at_once: int, window: int = 0, cap: float = 0.0) -> Kernel:
     """Plain products for every device and type, a fixed number of scores at a time: memory does not grow with t × s.
     In segments a query sees `window` keys at most, where that is not 0."""
     forward, backward = partial(blocked_forward, scores_at_once), partial(blocked_backward, scores_at_once)
@@ -208,40 +210,58 @@ def blocked_forward(
     total = torch.empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     for block, seen in _blocks(scores_at_once, q, k, mask):
         some = q[:, block]
-        scores = _scores(some, k[:, seen], (block, seen), mask, cap)
-        sums = scores.logsumexp(-1, keepdim=True)
-        mixed = scores.sub_(sums).exp_().to(v.dtype) @ v[:, seen].transpose(1, 2)
+        mixed, sums = _mixed(some, k[:, seen], v[:, seen], (block, seen), mask, cap)
         out[:, block], total[:, block] = _ungrouped(mixed, some), _ungrouped(sums, some).squeeze(-1)
     return out, total
+
+
+def _mixed(
+    q: Tensor, k: Tensor, v: Tensor, places: tuple[slice, slice], mask: Mask, cap: float
+) -> tuple[Tensor, Tensor]:
+    """The values that a block's queries take, and the logsumexp of their scores."""
+    scores = _scores(q, k, places, mask, cap)
+    sums = scores.logsumexp(-1, keepdim=True)
+    return scores.sub_(sums).exp_().to(v.dtype) @ v.transpose(1, 2), sums
 
 
 def blocked_backward(scores_at_once: int, tensors: tuple[Tensor, ...], mask: Mask, cap: float = 0.0) -> Grads:
     """The gradients of q, k and v from grad_bthd, q, k, v and the whole's output and logsumexp."""
     grad, q, k, v, out, total = tensors
-    kv_heads = k.shape[2]
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=total.dtype) for x in (k, v))  # sums over blocks
     for block, seen in _blocks(scores_at_once, q, k, mask):
-        some, keys, values = q[:, block], k[:, seen].transpose(1, 2), v[:, seen].transpose(1, 2)
-        grad_out = _grouped(grad[:, block], kv_heads)
-        inner = (grad[:, block] * out[:, block]).sum(-1, keepdim=True).to(total.dtype)
-        sums = _grouped(total[:, block].unsqueeze(-1), kv_heads)
-        scores = _scores(some, k[:, seen], (block, seen), mask, cap)
-        # Of hidden keys, whose scores are -inf, the share is 0 whatever the slope.
-        slopes = 1 - (scores.clamp(min=-cap) / cap).square() if cap else None
-        shares = scores.sub_(sums).exp_()
-        grad_v[:, seen] += (shares.to(v.dtype).mT @ grad_out).transpose(1, 2)
-        grad_scores = shares.mul_((grad_out @ values.mT).to(total.dtype) - _grouped(inner, kv_heads))
-        grad_scores = grad_scores if slopes is None else grad_scores.mul_(slopes)
-        grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
-        grad_q[:, block] = _ungrouped(grad_scores @ keys, some)
-        grad_k[:, seen] += (grad_scores.mT @ _grouped(some, kv_heads)).transpose(1, 2)
-    return grad_q, grad_k, grad_v
+        own = tuple(x[:, block] for x in (grad, q, out, total))
+        queries, keys, values = _block_gradients(own, k[:, seen], v[:, seen], (block, seen), mask, cap)
+        grad_q[:, block] = _ungrouped(queries, own[1])
+        grad_k[:, seen] += keys.transpose(1, 2)
+        grad_v[:, seen] += values.transpose(1, 2)
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _block_gradients(
+    own: tuple[Tensor, ...], k: Tensor, v: Tensor, places: tuple[slice, slice], mask: Mask, cap: float
+) -> Grads:
+    """What a block's queries give, from their grad_bthd, q, out and total."""
+    grad, q, out, total = own
+    keys, values, kv_heads = k.transpose(1, 2), v.transpose(1, 2), k.shape[2]
+    grad_out, sums = _grouped(grad, kv_heads), _grouped(total.unsqueeze(-1), kv_heads)
+    inner = (grad.to(total.dtype) * out).sum(-1, keepdim=True)
+    scores = _scores(q, k, places, mask, cap)
+    # Of hidden keys, whose scores are -inf, the share is 0 whatever the slope.
+    slopes = scores.clamp(min=-cap).div_(cap).square_().neg_().add_(1) if cap else None
+    shares = scores.sub_(sums).exp_()
+    grad_v = shares.to(v.dtype).mT @ grad_out
+    grad_scores = shares.mul_(product_in_float32(grad_out, values.mT).sub_(_grouped(inner, kv_heads)))
+    if slopes is not None:
+        grad_scores.mul_(slopes)
+    grad_scores = grad_scores.mul_(q.shape[-1] ** -0.5).to(q.dtype)
+    return grad_scores @ keys, grad_scores.mT @ _grouped(q, kv_heads), grad_v
 
 
 def _blocks(scores_at_once: int, q: Tensor, k: Tensor, mask: Mask) -> Iterator[tuple[slice, slice]]:
     """Blocks of queries, and the keys that one of a block sees."""
     queries, keys = q.shape[1], k.shape[1]
-    step = max(1, scores_at_once // (q.shape[0] * q.shape[2] * keys))
+    step = queries_at_once(scores_at_once, q, keys, mask.window if isinstance(mask, WindowBand) else 0)
     for first in range(0, queries, step):
         end = min(first + step, queries)
         if isinstance(mask, WindowBand):
@@ -253,8 +273,8 @@ def _blocks(scores_at_once: int, q: Tensor, k: Tensor, mask: Mask) -> Iterator[t
 def _scores(q_bthd: Tensor, k_bskd: Tensor, places: tuple[slice, slice], mask: Mask, cap: float) -> Tensor:
     """Attention scores [b, k, g × t, s] of the queries and keys at these places, in float32 at least; capped where
     `cap` is not 0."""
-    scores = _grouped(q_bthd, k_bskd.shape[2]) @ k_bskd.permute(0, 2, 3, 1)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(q_bthd.shape[-1] ** -0.5)
+    scores = product_in_float32(_grouped(q_bthd, k_bskd.shape[2]), k_bskd.permute(0, 2, 3, 1))
+    scores = scores.mul_(q_bthd.shape[-1] ** -0.5)
     scores = scores.div_(cap).tanh_().mul_(cap) if cap else scores
     if mask != "none":
         queries, keys = (torch.arange(some.start, some.stop, device=scores.device) for some in places)

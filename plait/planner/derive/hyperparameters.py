@@ -17,12 +17,11 @@ from plait.planner.derive.published_rules import (
     FULL_LR,
     FULL_LR_AFTER,
     LORA_LR_OVER_FULL,
-    MARGIN_OVER_BETA,
     PAIRS_AFTER,
-    USUAL_BETA,
     examples_batch_tokens,
     finetuning_lr,
     finetuning_warmup_steps,
+    preference_numbers,
 )
 from plait.planner.plan import OptimizerKind, OptimizerPlan
 from plait.recipe.finetune import ADAPTER_METHODS, FinetuneMethod, FinetuneObjective, FinetuneSection
@@ -257,7 +256,7 @@ def finetuning_optimizer(method: FinetuneMethod, plan: OptimizerPlan, config: Ru
 
 def _pairs_reason(tuning: FinetuneSection) -> str:
     """What a run on pairs does with them."""
-    beta = USUAL_BETA[tuning.objective] if tuning.beta == "auto" else tuning.beta
+    beta, margin = preference_numbers(tuning)
     smoothed = f", label smoothing {tuning.label_smoothing:g}" if tuning.label_smoothing else ""
     if tuning.objective == "orpo":
         return (
@@ -265,7 +264,6 @@ def _pairs_reason(tuning: FinetuneSection) -> str:
             "reference (Hong 2024)"
         )
     if tuning.objective == "simpo":
-        margin = beta * MARGIN_OVER_BETA if tuning.margin == "auto" else tuning.margin
         return (
             f"SimPO with beta {beta:g}, margin {margin:g}{smoothed}: means over an answer's tokens are compared; there "
             "is no reference (Meng 2024)"

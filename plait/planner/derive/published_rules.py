@@ -28,7 +28,7 @@ from math import ceil, exp, floor, log2, sqrt
 from plait.model.adapter_shape import AdapterVariant
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.weights import active_parameter_count, trained_parameter_count
-from plait.recipe.finetune import FinetuneMethod, FinetuneObjective
+from plait.recipe.finetune import FinetuneMethod, FinetuneObjective, FinetuneSection
 
 TOKENS_PER_PARAMETER = 20
 LOSS_EXPONENT, LOSS_OF_PARAMETERS, LOSS_OF_TOKENS = 0.3527, 521.0, 1488.0
@@ -195,6 +195,12 @@ USUAL_ALPHA: dict[AdapterVariant, float] = {"lora": 32.0, "rslora": 8.0}
 def finetuning_lr(method: FinetuneMethod, objective: FinetuneObjective = "sft") -> float:
     """AdamW's peak learning rate."""
     return FULL_LR[objective] * (1 if method == "full" else LORA_LR_OVER_FULL)
+
+
+def preference_numbers(tuning: FinetuneSection) -> tuple[float, float]:
+    """The beta and the margin of a recipe that learns from pairs, also where it leaves them open ("auto")."""
+    beta = USUAL_BETA[tuning.objective] if tuning.beta == "auto" else tuning.beta
+    return beta, beta * MARGIN_OVER_BETA if tuning.margin == "auto" else tuning.margin
 
 
 def finetuning_warmup_steps(steps: int, objective: FinetuneObjective = "sft") -> int:

@@ -74,21 +74,30 @@ def _ffn_per_token(w: Workload, load: Reals) -> Reals:
 
 def scores_held(w: Workload, c: Candidates, profile: SoftwareProfile) -> Reals:
     """Bytes that attention keeps of one micro-batch: where it is not fused, of each score the softmax before and after
-    dropout and dropout's mask of a byte (5 in 16 bits, 9 in 32), or the softmax alone; else one float a row."""
-    tokens = local_tokens(w, c)
-    heads = w.heads / c.tensor
+    dropout and dropout's mask of a byte (5 in 16 bits, 9 in 32), or the softmax alone; else a float of each query."""
+    if w.attention != "unfused":
+        return kept_logsumexps(w, c)
     each = 2.0 * w.element_bytes + 1 if profile.other.drops_scores else float(w.element_bytes)
-    return tokens * heads * (each * w.sequence if w.attention == "unfused" else 4.0)
+    return local_tokens(w, c) * w.heads / c.tensor * each * w.sequence
+
+
+def kept_logsumexps(w: Workload, c: Candidates) -> Reals:
+    """Bytes of the logsumexp of each query's scores, which fused attention keeps, and attention over context ranks;
+    attention in blocks (model/masked_attention.py) computes the scores again and keeps none."""
+    kept = np.where((w.attention == "blocked") & (c.context == 1), 0.0, 4.0)
+    return kept * local_tokens(w, c) * w.heads / c.tensor
 
 
 UNFUSED_SCORES, HOST_UNFUSED_SCORES = 2**24, 2**21
 """Scores of a block on GPUs and on processors (model/attention.py)."""
 BLOCK_NUMBER_BYTES = 16
-"""Bytes for each score of a block: scores, shares, slopes and their gradients in float32."""
+"""Bytes for each score of a block in the backward pass, in float32: the shares, the slopes, the gradients, and their
+products with the shares."""
 
 
 def block_bytes(w: Workload, c: Candidates, scores_at_once: int) -> Reals:
-    """Bytes of the scores that are there at a time where attention is computed in blocks (model/masked_attention.py);
-    else 0."""
-    scores = local_tokens(w, c) * w.heads / c.tensor * w.sequence
-    return BLOCK_NUMBER_BYTES * np.minimum(scores, scores_at_once) * (w.attention == "blocked")
+    """Bytes of the scores that are in memory at a time where attention is computed in blocks, of one query a row at
+    least (model/masked_attention.py); else 0."""
+    of_one_query = c.micro_sequences * w.heads / c.tensor * w.sequence
+    scores = np.clip(scores_at_once, of_one_query, of_one_query * w.sequence / c.context)
+    return BLOCK_NUMBER_BYTES * scores * (w.attention == "blocked")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait.planner.memory.activations import HOST_UNFUSED_SCORES, block_bytes
+from plait.planner.memory.activations import HOST_UNFUSED_SCORES, block_bytes, kept_logsumexps
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Candidates, Counts, Reals
 from plait.planner.problem.trained_weights import adapter_parameters, dequantized_parameters, local_target_sizes
 from plait.planner.problem.workload import Workload
@@ -80,7 +80,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     gathered, wide = np.where(t > 1, product, 0.0), number * w.ffn / t
     attention = _attention_sizes(w, t, number)
     # Attention's logsumexp, the norms' scales.
-    sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + (2 + w.post_norms) / t)
+    sums = kept_logsumexps(w, c) + FLOAT32_BYTES * local_tokens(w, c) * (2 + w.post_norms) / t
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
     own = _weight_sizes(w, c)
     fully = c.is_fully_sharded
