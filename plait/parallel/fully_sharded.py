@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from plait.model.gpt import GPT, mixtures_of
 from plait.model.linear import HALF_DTYPES
 from plait.model.mixture import Experts
+from plait.model.names import HEAD
 from plait.model.router import Router
 from plait.parallel.collectives import (
     SPREAD_TAG,
@@ -61,9 +62,14 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
                 fully_shard(experts, mesh=apart, reshard_after_forward=again, mp_policy=policy)
                 _hide_hooks_from_recompute(experts)
             fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy, ignored_params=whole)
-        # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward. It
-        # is gathered as it is kept: a table in bfloat16 would round the stream, and each addition to a row's gradient.
+        # What is outside of the layers stays gathered: the loss uses the head after the forward. The embedding and the
+        # norm are gathered as they are kept: rounded rows would round the stream, and each addition to their gradient.
         outside = replace(policy, param_dtype=None)
+        if _has_separate_head(chunk):
+            # A product rounds the head for itself. Its gradient, a sum over all tokens, could overflow in float16.
+            own = policy if execution.arithmetic.precision == "bf16" else outside
+            fully_shard(chunk.head, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=own)
+            _gather_before_norm(chunk)
         fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=outside, ignored_params=whole)
         sum_gradients_of(chunk, execution.device)
         if execution.device == "cpu" and again:
@@ -94,10 +100,30 @@ def announce_messages(unit: FSDPModule, device: str, gathered: MessageBegin, sum
 def gather_ahead(units: Sequence[FSDPModule]) -> None:
     """Let the next unit's weights travel under a unit's arithmetic, as streams of a GPU do by themselves; the first is
     the whole model."""
-    root, *layers = units
+    root, *others = units
     root._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
-    for layer, following in pairwise(layers):
-        layer.set_modules_to_forward_prefetch([following])
+    for unit, following in pairwise(others):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+def _has_separate_head(chunk: GPT) -> bool:
+    """Whether only the loss after the final norm works with the head: no embedding, and no objective beside the next
+    token."""
+    return chunk.head is not None and chunk.norm is not None and not chunk.shape.objectives.weights
+
+
+def _gather_before_norm(chunk: GPT) -> None:
+    """Let the head, a unit that has no forward of its own, take the place of the final norm's: it is gathered before
+    the norm, under the last layer, and its gradient is summed after the norm's backward, under the layers'."""
+    head, norm = chunk.head, chunk.norm
+    assert head is not None and norm is not None
+    head.forward = norm.forward
+
+    def forward(stream_nd: Tensor) -> Tensor:
+        """The norm as a call of the head, whose hooks belong to the unit."""
+        return head(stream_nd)
+
+    norm.forward = forward
 
 
 def _hide_hooks_from_recompute(inside_layer: nn.Module) -> None:
@@ -166,15 +192,36 @@ def fully_sharded(
     held = [one for one in map(rows_of, weights) if one.local.box.numbers]
     rows = [one for one in held if one.local.trained]
     local = [one.local for one in rows]
-    # What is outside of a chunk's layers is torch's one unit for all of it, whose gradients come last of the chunk's.
-    reached = sorted(local, key=lambda one: (one.chunk, one.name.startswith("layers.")))
+    # What is outside of a chunk's layers is torch's one unit for all of it, whose gradients come last of the chunk's;
+    # a head of its own has the first.
+    separate = [_has_separate_head(chunk) for chunk in sharded.chunks]
+
+    def turn(one: SharedWeight) -> int:
+        return 2 if one.name == HEAD and separate[one.chunk] else int(one.name.startswith("layers."))
+
+    reached = sorted(local, key=lambda one: (one.chunk, turn(one)))
     reducer = GradientReducer(reached, groups, bucket_bytes=bucket_bytes, transfer=transfer)
     return replace(
         sharded,
         weights=tuple(held_weight(one.local.name, one.local.parameter, one.local.box) for one in held),
         units=tuple(whole_units(local)),
-        gradients=ShardedGradients(sharded.chunks, rows, reducer),
+        gradients=ShardedGradients(sharded.chunks, rows, reducer, lasting_units(sharded)),
     )
+
+
+def lasting_units(sharded: ShardedModel) -> list[list[FSDPModule]]:
+    """The units of each chunk whose weights stay gathered from a step's first forward to its last backward.
+
+    They are there at the fullest moment of each micro-batch anyway: what lies outside of layers until the loss, and
+    all in a pipeline, as other micro-batches are under way. Gathering them once a step takes no more memory.
+    """
+    if sharded.pipe is not None:
+        return [sharded_modules(chunk) for chunk in sharded.chunks]
+    layers = [{id(module) for layer in chunk.layers.values() for module in layer.modules()} for chunk in sharded.chunks]
+    return [
+        [unit for unit in sharded_modules(chunk) if id(unit) not in inside]
+        for chunk, inside in zip(sharded.chunks, layers, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +239,14 @@ class ShardedGradients:
     reduce-scatter, once the rows' gradient is there.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], rows: Sequence[WeightRows], reducer: GradientReducer) -> None:
-        self._chunks, self._rows, self._reducer = chunks, rows, reducer
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        rows: Sequence[WeightRows],
+        reducer: GradientReducer,
+        lasting: Sequence[Sequence[FSDPModule]] = (),
+    ) -> None:
+        self._chunks, self._rows, self._reducer, self._lasting = chunks, rows, reducer, lasting
         self.buckets = reducer.buckets
         for one in rows if self.buckets else ():
             one.sharded.register_post_accumulate_grad_hook(lambda _, one=one: reducer.arrived(one.local))
@@ -205,10 +258,14 @@ class ShardedGradients:
         for one in self._rows:
             room = one.local.parameter.grad  # a bucket's, where others keep the same rows
             one.sharded.grad = None if room is None else _as_rows(room, one.sharded)
+        for units in self._lasting:
+            _reshard_after_backward(units, False)
 
     def arm(self, chunk: int) -> None:
         """Each micro-batch's gradients are summed over `shard`; over the others that keep the same rows, only once."""
         self._reducer.arm(chunk)
+        if self._lasting:
+            _reshard_after_backward(self._lasting[chunk], True)
 
     def close(self) -> None:
         """Wait until the gradient of every rank's rows is the global sum."""
@@ -225,6 +282,11 @@ class ShardedGradients:
 
     def settle(self) -> None:
         """The rows that this rank keeps are where they were updated."""
+
+
+def _reshard_after_backward(units: Sequence[FSDPModule], reshards: bool) -> None:
+    for unit in units:
+        unit.set_reshard_after_backward(reshards, recurse=False)
 
 
 def rows_of(weight: SharedWeight) -> WeightRows:

@@ -112,6 +112,39 @@ def test_split_parameters_travel_from_rank_to_rank_and_find_room(launch: Launch,
         assert all(burst == ["irecv", "irecv", "isend", "isend"] for burst in bursts), bursts
 
 
+TABLE = 280 * 24
+"""Numbers of a vocabulary table of "plain"."""
+IN_TURN = {"shard": 2, "shard_what": "parameters"}
+PIPED = {"pipeline": 2, "shard": 2, "shard_what": "parameters", "stage_layers": STAGES["plain"]}
+
+
+def weighed(launch: Launch, folder: Path, layout: dict[str, Any], world_size: int) -> dict[int, list[list[Any]]]:
+    """Messages of a step of several micro-batches in bf16."""
+    case = {"folder": str(folder), "name": "weighed", "layout": layout}
+    told = launch("weigh", {**case, "plan": {"micro_sequences": 2, "precision": "bf16"}}, world_size)
+    return {rank: found["noted"] for rank, found in told.items()}
+
+
+def test_the_head_is_a_unit_of_its_own_and_what_lasts_is_gathered_once_a_step(launch: Launch, folders) -> None:
+    """The head under the last layer and in the products' precision; its gradient is the first that is summed."""
+    forward = ["gather layers.0", "gather layers.1"]
+    backward = ["gather layers.1", "sum head", "gather layers.0", "sum layers.1", "sum layers.0", "sum "]
+    for noted in weighed(launch, folders["plain"], IN_TURN, 2).values():
+        found = [f"{kind} {unit}" for kind, unit, *_ in noted]
+        assert found == ["gather ", *forward, "gather head", *backward, *forward, *backward]
+        sizes = {(kind, unit): (numbers, size // numbers) for kind, unit, numbers, size in noted}
+        assert sizes["gather", "head"] == (TABLE, 2) and sizes["sum", "head"] == (TABLE, 4)
+        assert sizes["gather", ""] == (TABLE + 24, 4), "the embedding's rows enter the stream as they are kept"
+        assert sizes["gather", "layers.0"][1] == 2 and sizes["sum", "layers.0"][1] == 4
+
+
+def test_a_pipeline_gathers_each_weight_once_a_step(launch: Launch, folders) -> None:
+    for rank, noted in weighed(launch, folders["plain"], PIPED, 4).items():
+        units = ["", "layers.0"] if rank < 2 else ["", "layers.1", "head"]
+        gathers = [unit for kind, unit, *_ in noted if kind == "gather"]
+        assert sorted(gathers) == sorted(units)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rounded_weights_do_not_outlive_their_layer(launch: Launch, folders, shape: str) -> None:
     # With 48 and 8 tokens no activation is as large as a weight.

@@ -172,6 +172,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     ahead = profile.layers_ahead * (gathered + profile.gradient_bytes / 2 * (trained + trained_experts))
     _, largest = dequantized_parameters(w, c)
     kept, again = kept_and_repeated(w, c, profile)
+    rounded_head = fully & w.rounds_gathered_head & (profile.lasting_weights == "once a step")
     return {
         ("parameters", "layers"): weight * adapters
         + of_layers * (common / split["parameters"] + experts / own["parameters"]),
@@ -183,12 +184,13 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         ("optimizer", "tables"): state * learns / split["optimizer"],
         ("gathered", "once"): np.where(fully, ahead, 0.0),
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
+        ("gathered", "head"): np.where(rounded_head, (number - profile.gathered_table_bytes) * table, 0.0),
         ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (adapters if w.is_frozen else held),
         ("activations", "split"): split_activations(w, c),
         ("activations", "once"): again + (number + READING_BYTES) * largest + block_bytes(w, c, UNFUSED_SCORES),
         ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
         * (profile.logit_copies_bytes + CAPPED_LOGIT_BYTES * w.capped_logits)
-        + _head_copies(w, profile) * table,
+        + (_head_copies(w, profile) - number * (rounded_head & (not w.is_frozen))) * table,
         ("fixed", "once"): profile.fixed_bytes + np.where(rule > 0, profile.other.bucket_bytes, 0.0),
     }
 

@@ -118,7 +118,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         + read,
         backward=stream + gathered + wide_kept / 2 * wide + recomputed + rounded - layer + product * narrow + read,
         scores=_scores(w, t, local_tokens(w, c)),
-        loss_copies=(product + _head_copies(own)) * narrow,
+        loss_copies=(product + _head_copies(own) - fully * w.rounds_gathered_head * own["table"] / 2) * narrow,
         rounded_once=np.where(none, 0.0, rounded),
         **own,
     )

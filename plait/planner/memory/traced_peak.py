@@ -158,6 +158,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     has_head = stages.last in own_stages and not (w.tied and 0 in own_stages)
     tables = (n_tables - has_head) * p.table_weights + has_head * p.head_weights
     learning_tables = n_tables * p.table
+    gathered_tables = tables - (has_head and w.rounds_gathered_head and not w.is_frozen) * p.head_weights / 2
     weights = layers * p.layer_weights + tables
     own = (layers * p.layer_trained + learning_tables) / c.shard
     moments = (w.layer_moments * layers * p.layer_trained + w.moments * learning_tables) / c.shard
@@ -176,7 +177,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         "parameters": weights / c.shard if fully else weights,
         "gradients": held[0] + in_buckets + received + travelling,
         "optimizer": moments - w.moments * kept,
-        "gathered": fully * tables + held[4],
+        "gathered": fully * gathered_tables + held[4],
         "activations": held[1] * beyond,
         "logits": held[2],
         "fixed": held[3],

@@ -63,8 +63,11 @@ def _around_rings(found: Search, index: int, zones: Sequence[str], parameters: i
     pipeline, replicate, shard, context, tensor = mesh.shape
     numbers = parameters / (pipeline * tensor)
     gathered, summed = workload.element_bytes * numbers, profile.gradient_message_bytes * numbers
-    often = int(found.n_microbatches[index]) if row["shard_what"] == SHARDED_STATES[-1] else 1
-    within = often * (2 * gathered + summed) if row["shard_what"] == SHARDED_STATES[-1] else gathered + summed
+    within = gathered + summed
+    if row["shard_what"] == SHARDED_STATES[-1]:
+        tables = (1 if workload.tied else 2) * workload.element_bytes * workload.embedding_parameters / tensor
+        once = (gathered if pipeline > 1 else tables) if profile.lasting_weights == "once a step" else 0.0
+        within = int(found.n_microbatches[index]) * (2 * (gathered - once) + summed) + once
     for p, t in np.ndindex(pipeline, tensor):
         if shard > 1:
             for r in range(replicate):

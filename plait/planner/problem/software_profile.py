@@ -95,6 +95,9 @@ class SoftwareProfile:
     a step's tokens. It applies only where no other rank holds the table."""
     hides_parameters: float = _DEFAULTS["hides_parameters"]
     """Share of the arithmetic that gathers of sharded parameters may run under."""
+    lasting_weights: Literal["for each pass", "once a step"] = "for each pass"
+    """How often sharded weights are gathered that stay gathered between the passes of a micro-batch: vocabulary tables,
+    and all of them in a pipeline."""
     hides_scatters: bool = True
     """Whether reduce-scatters of sharded parameters' gradients may run under arithmetic, too."""
     hides_experts: float = _DEFAULTS["hides_experts"]
@@ -206,6 +209,7 @@ PLAIT_PROFILE = SoftwareProfile(
     head_gradient="in the loss",
     frees_gradients=True,
     rounded_weights="of all layers",
+    lasting_weights="once a step",
     stage_transfer="float32",
     expert_sends="once an expert",
     launch_mode="replayed alone",
