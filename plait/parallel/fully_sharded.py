@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from plait.layout import Layout
 from plait.model.gpt import GPT, mixtures_of
 from plait.model.linear import HALF_DTYPES
 from plait.model.mixture import Experts
@@ -50,8 +51,7 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
     apart = _experts_mesh(execution)
     for chunk in sharded.chunks:
         whole = _whole_experts(chunk, execution)
-        # In a pipeline several micro-batches are under way, and each would gather the weights again.
-        again = execution.layout.pipeline == 1
+        again = not keeps_all_gathered(execution.layout)
         for layer in chunk.layers.values():
             for router in [module for module in layer.modules() if isinstance(module, Router)]:
                 # Gathered as it is kept: a rounded router sends tokens to other experts.
@@ -72,7 +72,7 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
             _gather_before_norm(chunk)
         fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=outside, ignored_params=whole)
         sum_gradients_of(chunk, execution.device)
-        if execution.device == "cpu" and again:
+        if execution.device == "cpu" and execution.layout.pipeline == 1:
             # An evaluation ends before the layers for prediction ahead.
             ahead = {id(module) for own in _ahead_layers(chunk) for module in own.modules()}
             gather_ahead([module for module in sharded_modules(chunk) if id(module) not in ahead])
@@ -178,6 +178,7 @@ def _ahead_layers(chunk: GPT) -> list[nn.Module]:
 
 def fully_sharded(
     sharded: ShardedModel,
+    layout: Layout,
     weights: Sequence[SharedWeight],
     groups: ProcessGroups,
     *,
@@ -205,22 +206,28 @@ def fully_sharded(
         sharded,
         weights=tuple(held_weight(one.local.name, one.local.parameter, one.local.box) for one in held),
         units=tuple(whole_units(local)),
-        gradients=ShardedGradients(sharded.chunks, rows, reducer, lasting_units(sharded)),
+        gradients=ShardedGradients(sharded.chunks, rows, reducer, lasting_units(sharded.chunks, layout)),
     )
 
 
-def lasting_units(sharded: ShardedModel) -> list[list[FSDPModule]]:
+def keeps_all_gathered(layout: Layout) -> bool:
+    """Whether layers stay gathered from a step's first forward to its last backward. In a pipeline they always do, as
+    several micro-batches are under way, and each would gather the weights again."""
+    return layout.pipeline > 1 or layout.shard_what == "gradients"
+
+
+def lasting_units(chunks: Sequence[GPT], layout: Layout) -> list[list[FSDPModule]]:
     """The units of each chunk whose weights stay gathered from a step's first forward to its last backward.
 
-    They are there at the fullest moment of each micro-batch anyway: what lies outside of layers until the loss, and
-    all in a pipeline, as other micro-batches are under way. Gathering them once a step takes no more memory.
+    What lies outside of layers is there at the fullest moment of each micro-batch anyway, until the loss, so gathering
+    it once a step takes no more memory. The same holds for all units of a pipeline.
     """
-    if sharded.pipe is not None:
-        return [sharded_modules(chunk) for chunk in sharded.chunks]
-    layers = [{id(module) for layer in chunk.layers.values() for module in layer.modules()} for chunk in sharded.chunks]
+    if keeps_all_gathered(layout):
+        return [sharded_modules(chunk) for chunk in chunks]
+    layers = [{id(module) for layer in chunk.layers.values() for module in layer.modules()} for chunk in chunks]
     return [
         [unit for unit in sharded_modules(chunk) if id(unit) not in inside]
-        for chunk, inside in zip(sharded.chunks, layers, strict=True)
+        for chunk, inside in zip(chunks, layers, strict=True)
     ]
 
 

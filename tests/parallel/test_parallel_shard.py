@@ -17,6 +17,7 @@ from plait.checkpoint.manifest import tensor_names
 from plait.checkpoint.store import verify_checkpoint
 from plait.checkpoint.transfer import read_tensor
 from plait.launch.values.job import Job
+from plait.layout import Layout, is_possible
 from tests.matrix import few_fast
 from tests.parallel.precision import gradients_of, squared_errors
 from tests.parallel.shard_entries import alone_with
@@ -36,7 +37,7 @@ SHAPES = {
 }
 STAGES = {"plain": [1, 1], "tied": [3, 1]}
 """An odd and an even number of buckets beside the weight that both ends of a tied model hold."""
-SPLITS = ("optimizer", "parameters")
+SPLITS = ("optimizer", "gradients", "parameters")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,7 @@ def test_every_split_takes_one_process_s_steps(launch: Launch, folders, world_si
         {**shared, "layout": {**layout, "shard_what": split}}
         for layout in layouts(world_size, shape)
         for split in SPLITS
+        if is_possible(Layout(**{**layout, "shard_what": split}))
     ]
     launch("take_steps", cases, world_size)
     for number, case in enumerate(cases):
@@ -136,6 +138,14 @@ def test_the_head_is_a_unit_of_its_own_and_what_lasts_is_gathered_once_a_step(la
         assert sizes["gather", "head"] == (TABLE, 2) and sizes["sum", "head"] == (TABLE, 4)
         assert sizes["gather", ""] == (TABLE + 24, 4), "the embedding's rows enter the stream as they are kept"
         assert sizes["gather", "layers.0"][1] == 2 and sizes["sum", "layers.0"][1] == 4
+
+
+def test_with_split_gradients_weights_are_gathered_in_the_first_forward_alone(launch: Launch, folders) -> None:
+    backward = ["sum head", "sum layers.1", "sum layers.0", "sum "]
+    for noted in weighed(launch, folders["plain"], {**IN_TURN, "shard_what": "gradients"}, 2).values():
+        found = [f"{kind} {unit}" for kind, unit, *_ in noted]
+        gathers = ["gather ", "gather layers.0", "gather layers.1", "gather head"]
+        assert found == [*gathers, *backward, *backward]
 
 
 def test_a_pipeline_gathers_each_weight_once_a_step(launch: Launch, folders) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -71,6 +72,31 @@ def test_no_step_is_faster_than_the_peak_allows():
     sharded = {"shard": 64, "shard_what": "parameters"}
     for knobs in (sharded, {"tensor": 8, "shard": 8}, {"pipeline": 8, "shard": 8, "shard_what": "optimizer"}):
         assert step_s(knobs) > needed
+
+
+def test_what_stays_gathered_is_gathered_once_a_step():
+    """Seconds of all gathers and sums, exposed or hidden, against the bytes that parallel/fully_sharded.py moves."""
+    work = replace(LLAMA_70B, batch_sequences=8 * 64)
+    rows = [
+        {"shard": 64, "shard_what": "gradients", "micro_sequences": 1},
+        {"shard": 64, "shard_what": "parameters", "micro_sequences": 1},
+    ]
+    table = Candidates.from_rows(rows)
+    priced = inputs(work, H100, table, PLAIT_PROFILE)
+    found, slower = estimate_step_time(priced), priced.device_time.rates.kernels.message_units
+    spent = found.parameters + found.gradients + (1 - slower) * found.hidden_sync
+    network, tables = network_of(H100), work.embedding_parameters
+    layers = work.parameters - 2 * tables
+
+    pieces = work.layers * PLAIT_PROFILE.other.layer_pieces
+
+    def moved(kind: Literal["gather", "scatter"], size: float, messages: float) -> float:
+        return float(collective_s(network, kind, size, 64, 1, messages)[()])
+
+    lasting = moved("gather", 4 * tables, 1) + moved("gather", 2 * tables, 1)
+    passes, summed = moved("gather", 2 * layers, pieces), moved("scatter", 4 * work.parameters, pieces)
+    for time_s, often in zip(spent, (1, 16), strict=True):
+        assert time_s == pytest.approx(8 * summed + lasting + often * passes, rel=0.01)
 
 
 def test_the_items_add_up_to_the_step():

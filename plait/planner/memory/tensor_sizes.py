@@ -83,7 +83,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     sums = FLOAT32_BYTES * local_tokens(w, c) * (w.heads / t + (2 + w.post_norms) / t)
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
     own = _weight_sizes(w, c)
-    fully = c.is_fully_sharded
+    fully = c.gathers_weights
     # Gathered weights are rounded already, and a deferred product rounds its weight for itself alone.
     deferred = c.schedule == SCHEDULES.index("zero-bubble")
     rounded = np.where(fully | deferred | (not narrow), 0.0, own["layer_trained"] / 2)
@@ -145,7 +145,7 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     trained = adapters if w.is_frozen else weights
     table = FLOAT32_BYTES * w.embedding_parameters / t
     learns = 0.0 * table if w.is_frozen else table
-    fully = c.is_fully_sharded
+    fully = c.gathers_weights
     split = np.where(fully, c.shard, 1)
     sides = [w.adapter_rank * np.maximum(*both) for both in local_target_sizes(w, c)]
     attention = w.latent.widest if w.latent else w.width * w.heads * w.head_width

@@ -15,7 +15,7 @@ Counts = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 ShardedState = Literal["nothing", "optimizer", "gradients", "parameters"]
-"""The states that ranks along `shard` split in published runs; plait itself runs all but "gradients"."""
+"""The states that ranks along `shard` split."""
 
 LayerSplit = Literal["balanced", "published"] | tuple[int, ...]
 """How layers are divided among pipeline stages: "balanced" as plait runs them, "published" as published programs
@@ -73,6 +73,12 @@ class Candidates:
     def is_fully_sharded(self) -> NDArray[np.bool_]:
         """Whether each rank holds a part of the parameters."""
         return (self.shard > 1) & (self.shard_what == SHARDED_STATES.index("parameters"))
+
+    @property
+    def gathers_weights(self) -> NDArray[np.bool_]:
+        """Whether each rank holds rows of the weights and gathers the others', as plait runs the layout; other programs
+        that split gradients hold all weights."""
+        return (self.shard > 1) & (self.shard_what >= SHARDED_STATES.index("gradients"))
 
     def select(self, index: Counts | NDArray[np.bool_]) -> Candidates:
         """The candidates at the given places or where the mask holds."""

@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plait.machines.cluster import Cluster
 from plait.planner.calibration.constants import constant, constant_fields
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
+from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.other_programs import PLAIT_ITSELF, OtherProgram
 
 _DEFAULTS = constant_fields("software_profile")
@@ -199,6 +203,18 @@ class SoftwareProfile:
             hides_scatters=False,
             cpu_cache_tokens=CPU_CACHE_TOKENS,
         )
+
+
+def splits_weights(c: Candidates, profile: SoftwareProfile) -> NDArray[np.bool_]:
+    """Mask of candidates whose ranks hold rows of the weights and gather the others'. Other programs that split
+    gradients hold all weights."""
+    return c.gathers_weights if profile.lasting_weights == "once a step" else c.is_fully_sharded
+
+
+def keeps_weights_gathered(c: Candidates, profile: SoftwareProfile) -> NDArray[np.bool_]:
+    """Mask of those of them whose layers stay gathered from a step's first forward to its last backward."""
+    lasts = (c.pipeline > 1) | ~c.is_fully_sharded
+    return splits_weights(c, profile) & lasts & (profile.lasting_weights == "once a step")
 
 
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,

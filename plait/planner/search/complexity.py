@@ -43,6 +43,11 @@ COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
     ),
     ComplexityRow(
         points=2,
+        what="gradients split over copies (ZeRO-2)",
+        holds=lambda c, _: c.shard_what == SHARDED_STATES.index("gradients"),
+    ),
+    ComplexityRow(
+        points=2,
         what="parameters split over copies (FSDP)",
         holds=lambda c, _: c.shard_what == SHARDED_STATES.index("parameters"),
     ),

@@ -102,6 +102,11 @@ def _shard_sentence(shard: int, what: str, cuts: int) -> str:
             f"shard (FSDP, fully sharded data parallel) {shard}: each of {shard} devices keeps 1/{shard} of the "
             f"parameters, gradients and optimizer state of {model}, and gathers a layer when it computes it"
         )
+    if what == SHARDED_STATES[2]:
+        return (
+            f"shard (ZeRO-2) {shard}: each of {shard} devices keeps 1/{shard} of the parameters, gradients and "
+            f"optimizer state of {model}, and gathers its weights once a step"
+        )
     kept = "the whole model" if cuts == 1 else f"the same part of the model (1/{cuts} of it)"
     return (
         f"shard ({shard_abbreviation(what)}) {shard}: each of {shard} devices keeps {kept}, but updates only 1/{shard} "

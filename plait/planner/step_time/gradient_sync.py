@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Reals
+from plait.planner.problem.software_profile import keeps_weights_gathered, splits_weights
 from plait.planner.problem.stage_partition import (
     data_ranks_of_expert_group,
     expert_shard_ranks,
@@ -43,7 +44,7 @@ def data_parallel_sync_s(
     one = common + experts
     pieces = layers * profile.other.layer_pieces
     apart = stride * c.context // (sharded // c.shard)  # distance between two ranks of a shard group
-    fully = c.shard_what == SHARDED_STATES.index("parameters")
+    fully, stays = splits_weights(c, profile), keeps_weights_gathered(c, profile)
 
     over = data_ranks_of_expert_group(inputs.workload, c)
     expert_group = expert_shard_ranks(inputs.workload, c, group)
@@ -66,20 +67,20 @@ def data_parallel_sync_s(
     )
     summed = _all_reduce_s(inputs, common / group, experts / expert_group, pieces)
     window = profile.hides_parameters
-    halfway = c.shard_what == SHARDED_STATES.index("gradients")
+    halfway = (c.shard_what == SHARDED_STATES.index("gradients")) & ~fully
     # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
     one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - inputs.largest_overlap)
-    passing, at_first, under_first = gather, np.zeros(len(c)), np.zeros(len(c))
+    passing, at_first, once = gather, np.zeros(len(c)), np.zeros(len(c))
     if profile.lasting_weights == "once a step":
         embedding, head = _lasting_tables(inputs)
-        piped = c.pipeline > 1
-        passing = np.where(piped, 0.0, moved("gather", inputs.workload.element_bytes, gathered - embedding - head))
+        layers_s = moved("gather", inputs.workload.element_bytes, gathered - embedding - head)
+        passing = np.where(stays, 0.0, layers_s)
         # The first forward begins with the embedding; all else travels under it.
         at_first = collective_s(inputs.network, "gather", EXACT_BYTES * embedding, group, apart, 1.0)
         head_bytes = inputs.workload.element_bytes if inputs.workload.rounds_gathered_head else EXACT_BYTES
         head_s = collective_s(inputs.network, "gather", head_bytes * head, group, apart, 1.0)
-        under_first = np.where(piped, gather, head_s)
-        at_first = at_first + np.where(piped, np.maximum(gather - window * forward, gather * one_layer), 0.0)
+        once = at_first + head_s + np.where(stays, layers_s, 0.0)
+        at_first = at_first + np.where(stays, np.maximum(layers_s - window * forward, layers_s * one_layer), 0.0)
     each_forward = np.maximum(passing - window * forward, passing * one_layer)
     if profile.hides_scatters:
         each_backward = np.maximum(passing + scatter - window * backward, scatter * one_layer)
@@ -93,7 +94,6 @@ def data_parallel_sync_s(
     gradients = np.where(
         halfway, gradients + (n_microbatches - 1) * np.maximum(scatter - window * backward, 0.0), gradients
     )
-    once = np.where(c.pipeline > 1, under_first, at_first + under_first)
     total = np.where(fully, n_microbatches * (2 * passing + scatter) + once + summed, gather + scatter + summed)
     hidden = np.maximum(total - parameters - gradients, 0.0)
     slowed = inputs.device_time.rates.kernels.message_units if inputs.network.measured is None else 0.0
