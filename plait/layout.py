@@ -12,12 +12,16 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 ABBREVIATIONS = {"pipeline": "PP", "replicate": "DP", "shard": "FSDP", "context": "CP", "tensor": "TP"}
 
-SHARDED_TEXTS = {"optimizer": "optimizer state", "gradients": "gradients and optimizer state"}
+SHARDED_TEXTS = {
+    "optimizer": "optimizer state",
+    "master-weights": "master weights and optimizer state",
+    "gradients": "gradients and optimizer state",
+}
 """What `shard` splits, in words, where it is not the parameters."""
 LARGEST_CLUSTER = 1_000_000
 """Devices, at most: more than anybody has joined, and few enough for a search to end."""
 
-ShardWhat = Literal["optimizer", "gradients", "parameters"]
+ShardWhat = Literal["optimizer", "master-weights", "gradients", "parameters"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -36,7 +40,8 @@ class Layout:
     its own: groups of this many neighbours, `context` innermost."""
     shard_what: ShardWhat = "optimizer"
     """What `shard` splits: optimizer state (ZeRO-1), or the parameters as well, which are then gathered once a step
-    ("gradients", ZeRO-2) or for each pass of each micro-batch ("parameters", FSDP)."""
+    ("gradients", ZeRO-2) or for each pass of each micro-batch ("parameters", FSDP); their gradients are summed for each
+    micro-batch. With "master-weights" weights are gathered, and gradients summed, once a step."""
     schedule: Schedule = "1f1b"
     """The order in which a pipeline works through its micro-batches."""
     stage_layers: tuple[int, ...] = ()
@@ -129,7 +134,7 @@ class Layout:
 
 def shard_abbreviation(shard_what: str) -> str:
     """The field's name for what `shard` does: FSDP splits parameters, ZeRO-1 the optimizer state alone."""
-    return {"optimizer": "ZeRO-1", "gradients": "ZeRO-2"}.get(shard_what, "FSDP")
+    return {"optimizer": "ZeRO-1", "master-weights": "ZeRO-1", "gradients": "ZeRO-2"}.get(shard_what, "FSDP")
 
 
 def layout_summary(layout: Layout) -> str:

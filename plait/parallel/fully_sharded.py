@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -206,14 +206,20 @@ def fully_sharded(
         sharded,
         weights=tuple(held_weight(one.local.name, one.local.parameter, one.local.box) for one in held),
         units=tuple(whole_units(local)),
-        gradients=ShardedGradients(sharded.chunks, rows, reducer, lasting_units(sharded.chunks, layout)),
+        gradients=ShardedGradients(
+            sharded.chunks,
+            rows,
+            reducer,
+            lasting_units(sharded.chunks, layout),
+            sums="each step" if layout.shard_what == "master-weights" else "each micro-batch",
+        ),
     )
 
 
 def keeps_all_gathered(layout: Layout) -> bool:
     """Whether layers stay gathered from a step's first forward to its last backward. In a pipeline they always do, as
     several micro-batches are under way, and each would gather the weights again."""
-    return layout.pipeline > 1 or layout.shard_what == "gradients"
+    return layout.pipeline > 1 or layout.shard_what != "parameters"
 
 
 def lasting_units(chunks: Sequence[GPT], layout: Layout) -> list[list[FSDPModule]]:
@@ -252,8 +258,9 @@ class ShardedGradients:
         rows: Sequence[WeightRows],
         reducer: GradientReducer,
         lasting: Sequence[Sequence[FSDPModule]] = (),
+        sums: Literal["each micro-batch", "each step"] = "each micro-batch",
     ) -> None:
-        self._chunks, self._rows, self._reducer, self._lasting = chunks, rows, reducer, lasting
+        self._chunks, self._rows, self._reducer, self._lasting, self._sums = chunks, rows, reducer, lasting, sums
         self.buckets = reducer.buckets
         for one in rows if self.buckets else ():
             one.sharded.register_post_accumulate_grad_hook(lambda _, one=one: reducer.arrived(one.local))
@@ -265,14 +272,23 @@ class ShardedGradients:
         for one in self._rows:
             room = one.local.parameter.grad  # a bucket's, where others keep the same rows
             one.sharded.grad = None if room is None else _as_rows(room, one.sharded)
-        for units in self._lasting:
-            _reshard_after_backward(units, False)
+        for chunk in range(len(self._lasting)):
+            self._set_last(chunk, False)
 
     def arm(self, chunk: int) -> None:
-        """Each micro-batch's gradients are summed over `shard`; over the others that keep the same rows, only once."""
+        """Each micro-batch's gradients are summed over `shard`, or the step's; over the others that keep the same rows
+        only once in any case."""
         self._reducer.arm(chunk)
         if self._lasting:
-            _reshard_after_backward(self._lasting[chunk], True)
+            self._set_last(chunk, True)
+
+    def _set_last(self, chunk: int, is_last: bool) -> None:
+        """Whether the chunk's next backward is its last of the step, after which what lasted is no longer needed."""
+        for unit in self._lasting[chunk]:
+            unit.set_reshard_after_backward(is_last, recurse=False)
+        if self._sums == "each step":
+            for unit in sharded_modules(self._chunks[chunk]):
+                unit.set_requires_gradient_sync(is_last, recurse=False)
 
     def close(self) -> None:
         """Wait until the gradient of every rank's rows is the global sum."""
@@ -289,11 +305,6 @@ class ShardedGradients:
 
     def settle(self) -> None:
         """The rows that this rank keeps are where they were updated."""
-
-
-def _reshard_after_backward(units: Sequence[FSDPModule], reshards: bool) -> None:
-    for unit in units:
-        unit.set_reshard_after_backward(reshards, recurse=False)
 
 
 def rows_of(weight: SharedWeight) -> WeightRows:

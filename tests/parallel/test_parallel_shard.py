@@ -37,7 +37,7 @@ SHAPES = {
 }
 STAGES = {"plain": [1, 1], "tied": [3, 1]}
 """An odd and an even number of buckets beside the weight that both ends of a tied model hold."""
-SPLITS = ("optimizer", "gradients", "parameters")
+SPLITS = ("optimizer", "master-weights", "gradients", "parameters")
 
 
 @pytest.fixture(scope="module")
@@ -140,19 +140,21 @@ def test_the_head_is_a_unit_of_its_own_and_what_lasts_is_gathered_once_a_step(la
         assert sizes["gather", "layers.0"][1] == 2 and sizes["sum", "layers.0"][1] == 4
 
 
-def test_with_split_gradients_weights_are_gathered_in_the_first_forward_alone(launch: Launch, folders) -> None:
+def test_with_split_gradients_or_master_weights_the_first_forward_alone_gathers(launch: Launch, folders) -> None:
     backward = ["sum head", "sum layers.1", "sum layers.0", "sum "]
-    for noted in weighed(launch, folders["plain"], {**IN_TURN, "shard_what": "gradients"}, 2).values():
-        found = [f"{kind} {unit}" for kind, unit, *_ in noted]
-        gathers = ["gather ", "gather layers.0", "gather layers.1", "gather head"]
-        assert found == [*gathers, *backward, *backward]
+    for what, sums in (("gradients", [*backward, *backward]), ("master-weights", backward)):
+        for noted in weighed(launch, folders["plain"], {**IN_TURN, "shard_what": what}, 2).values():
+            found = [f"{kind} {unit}" for kind, unit, *_ in noted]
+            assert found == ["gather ", "gather layers.0", "gather layers.1", "gather head", *sums]
 
 
-def test_a_pipeline_gathers_each_weight_once_a_step(launch: Launch, folders) -> None:
-    for rank, noted in weighed(launch, folders["plain"], PIPED, 4).items():
-        units = ["", "layers.0"] if rank < 2 else ["", "layers.1", "head"]
-        gathers = [unit for kind, unit, *_ in noted if kind == "gather"]
-        assert sorted(gathers) == sorted(units)
+@pytest.mark.parametrize(("what", "sums"), few_fast([("parameters", 2), ("master-weights", 1)], ("master-weights", 1)))
+def test_a_pipeline_gathers_each_weight_once_a_step(launch: Launch, folders, what: str, sums: int) -> None:
+    """And sums each gradient after each of two micro-batches, or once a step as well."""
+    for rank, noted in weighed(launch, folders["plain"], {**PIPED, "shard_what": what}, 4).items():
+        units = sorted(["", "layers.0"] if rank < 2 else ["", "layers.1", "head"])
+        assert sorted(unit for kind, unit, *_ in noted if kind == "gather") == units
+        assert sorted(unit for kind, unit, *_ in noted if kind == "sum") == sorted(sums * units)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -105,6 +105,9 @@ def test_plait_keeps_weights_gathered_where_gradients_are_split_and_in_pipelines
     two_of_48 = 2 / 48
     assert needed.gathered[0] - needed.gathered[1] == pytest.approx(2 * layers * (1 - two_of_48), rel=1e-2)
     assert needed.gathered[2] > 2 * layers / 2, "a pipeline's stage whole"
+    master = estimate_memory(work, Candidates.from_rows([{"shard": 64, "shard_what": "master-weights"}]), PLAIT_PROFILE)
+    assert master.gradients[0] == pytest.approx(4 * work.parameters) and master.gathered[0] == needed.gathered[0]
+    assert master.parameters[0] == needed.parameters[0] and master.optimizer[0] == needed.optimizer[0]
 
 
 def test_the_items_are_all_that_is_allocated():
@@ -283,6 +286,8 @@ FORETOLD = [
     ["replicate=2", "micro_sequences=2", "predict_ahead=1"],
     ["shard=2", "shard_what=gradients", "micro_sequences=2"],
     ["shard=2", "shard_what=parameters", "micro_sequences=2", "vocabulary=2500", "tied=false"],
+    ["shard=2", "shard_what=master-weights", "micro_sequences=4"],
+    ["shard=2", "shard_what=master-weights", "micro_sequences=2", "vocabulary=2500"],
 ]
 """Settings of layouts, optimizers and models of two workers."""
 FORETOLD_FAST = ("shard=2 shard_what=parameters micro_sequences=2", "float32")

@@ -77,11 +77,9 @@ def test_no_step_is_faster_than_the_peak_allows():
 def test_what_stays_gathered_is_gathered_once_a_step():
     """Seconds of all gathers and sums, exposed or hidden, against the bytes that parallel/fully_sharded.py moves."""
     work = replace(LLAMA_70B, batch_sequences=8 * 64)
-    rows = [
-        {"shard": 64, "shard_what": "gradients", "micro_sequences": 1},
-        {"shard": 64, "shard_what": "parameters", "micro_sequences": 1},
-    ]
-    table = Candidates.from_rows(rows)
+    # Gathers of layers, and sums, of a step of eight micro-batches.
+    often = {"master-weights": (1, 1), "gradients": (1, 8), "parameters": (16, 8)}
+    table = Candidates.from_rows([{"shard": 64, "shard_what": what, "micro_sequences": 1} for what in often])
     priced = inputs(work, H100, table, PLAIT_PROFILE)
     found, slower = estimate_step_time(priced), priced.device_time.rates.kernels.message_units
     spent = found.parameters + found.gradients + (1 - slower) * found.hidden_sync
@@ -95,8 +93,8 @@ def test_what_stays_gathered_is_gathered_once_a_step():
 
     lasting = moved("gather", 4 * tables, 1) + moved("gather", 2 * tables, 1)
     passes, summed = moved("gather", 2 * layers, pieces), moved("scatter", 4 * work.parameters, pieces)
-    for time_s, often in zip(spent, (1, 16), strict=True):
-        assert time_s == pytest.approx(8 * summed + lasting + often * passes, rel=0.01)
+    for time_s, (gathers, sums) in zip(spent, often.values(), strict=True):
+        assert time_s == pytest.approx(lasting + gathers * passes + sums * summed, rel=0.01)
 
 
 def test_the_items_add_up_to_the_step():

@@ -16,6 +16,7 @@ from plait.planner.memory.activations import (
     split_activations,
 )
 from plait.planner.memory.rank_loads import LOADS, grouped_loads
+from plait.planner.memory.tensor_sizes import keeps_whole_gradients
 from plait.planner.memory.traced_peak import (
     MEMORY_ITEMS,
     can_trace,
@@ -151,6 +152,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     rule, number = c.shard_what, w.element_bytes
     split = {what: np.where(rule >= SHARDED_STATES.index(what), ranks, 1) for what in ("optimizer", "gradients")}
     split["parameters"] = np.where(splits_weights(c, profile), ranks, 1)
+    split["gradients"] = np.where(keeps_whole_gradients(w, c), 1, split["gradients"])
     # Experts' copies are fewer than the rest's: what is sharded of them is split over fewer ranks.
     own = {what: expert_shard_ranks(w, c, some) for what, some in split.items()}
     fully, stays = splits_weights(c, profile), keeps_weights_gathered(c, profile)

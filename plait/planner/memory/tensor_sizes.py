@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.planner.memory.activations import HOST_UNFUSED_SCORES, block_bytes
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Candidates, Counts, Reals
+from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.problem.trained_weights import adapter_parameters, dequantized_parameters, local_target_sizes
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
@@ -146,7 +148,7 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     table = FLOAT32_BYTES * w.embedding_parameters / t
     learns = 0.0 * table if w.is_frozen else table
     fully = c.gathers_weights
-    split = np.where(fully, c.shard, 1)
+    split = np.where(fully & ~keeps_whole_gradients(w, c), c.shard, 1)
     sides = [w.adapter_rank * np.maximum(*both) for both in local_target_sizes(w, c)]
     attention = w.latent.widest if w.latent else w.width * w.heads * w.head_width
     widest = np.maximum.reduce(sides) if sides else max(w.width * w.ffn, attention) / t
@@ -162,6 +164,11 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
         "layer_weights": weights,
         "gathered_weights": w.matrix_bytes * matrices + w.element_bytes * adapter_parameters(w, c),
     }
+
+
+def keeps_whole_gradients(w: Workload, c: Candidates) -> NDArray[np.bool_]:
+    """Mask of candidates that split weights and keep whole gradients, in float32, from one micro-batch to the next."""
+    return c.sums_once & (micro_batches_per_step(w, c) > 1)
 
 
 def _head_copies(own: Mapping[str, Reals]) -> Reals:

@@ -64,7 +64,8 @@ def _around_rings(found: Search, index: int, zones: Sequence[str], parameters: i
         tables = (1 if workload.tied else 2) * workload.element_bytes * workload.embedding_parameters / tensor
         lasting = gathered if keeps_weights_gathered(one, profile)[0] else tables
         once = lasting if profile.lasting_weights == "once a step" else 0.0
-        within = int(found.n_microbatches[index]) * (2 * (gathered - once) + summed) + once
+        micros = int(found.n_microbatches[index])
+        within = micros * 2 * (gathered - once) + (1 if one.sums_once[0] else micros) * summed + once
     for p, t in np.ndindex(pipeline, tensor):
         if shard > 1:
             for r in range(replicate):

@@ -72,7 +72,7 @@ def _rank_spans(plan: Plan, items: StepItems, rank: int) -> list[TimelineSpan]:
 
 def _gathers_in_passes(layout: Layout) -> bool:
     """Whether gradients are summed, and weights gathered, in each pass instead of once a step."""
-    return layout.gathers_weights and layout.pipeline == 1
+    return layout.gathers_weights and layout.shard_what != "master-weights" and layout.pipeline == 1
 
 
 def _work(kind: StepWork, start_s: float, end_s: float, *, stage: int = -1, micro: int = -1) -> TimelineSpan:

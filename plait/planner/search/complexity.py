@@ -43,8 +43,8 @@ COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
     ),
     ComplexityRow(
         points=2,
-        what="gradients split over copies (ZeRO-2)",
-        holds=lambda c, _: c.shard_what == SHARDED_STATES.index("gradients"),
+        what="gradients or master weights split over copies (ZeRO-2, ZeRO-1)",
+        holds=lambda c, _: c.gathers_weights & ~c.is_fully_sharded,
     ),
     ComplexityRow(
         points=2,

@@ -177,7 +177,7 @@ def layout_of_candidate(candidates: Candidates, index: int, stage_layers: tuple[
     return replace(
         degrees,
         expert=int(candidates.expert[index]),
-        shard_what=what if what == "gradients" or what == "parameters" else "optimizer",
+        shard_what="optimizer" if what == "nothing" else what,
         schedule=SCHEDULES[int(candidates.schedule[index])] if degrees.pipeline > 1 else "1f1b",
         stage_layers=stage_layers,
         recompute=RECOMPUTE_MODES[int(candidates.recompute[index])],

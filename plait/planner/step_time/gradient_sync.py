@@ -89,12 +89,13 @@ def data_parallel_sync_s(
     last = np.maximum(_last_bucket_share(inputs, one, layers), 1 - inputs.largest_overlap)
     late = np.maximum(scatter + summed - profile.hides_gradients * backward, (scatter + summed) * last)
     early = np.maximum(gather - profile.hides_updates * forward, gather * last)
+    sums = np.where(c.sums_once, 1.0, n_microbatches)
     parameters = np.where(fully, n_microbatches * each_forward + at_first, np.where(c.shard_what > 0, early, 0.0))
-    gradients = np.where(fully, n_microbatches * each_backward + summed * (1 - profile.hides_gradients), late)
+    gradients = np.where(fully, sums * each_backward + summed * (1 - profile.hides_gradients), late)
     gradients = np.where(
         halfway, gradients + (n_microbatches - 1) * np.maximum(scatter - window * backward, 0.0), gradients
     )
-    total = np.where(fully, n_microbatches * (2 * passing + scatter) + once + summed, gather + scatter + summed)
+    total = np.where(fully, n_microbatches * 2 * passing + sums * scatter + once + summed, gather + scatter + summed)
     hidden = np.maximum(total - parameters - gradients, 0.0)
     slowed = inputs.device_time.rates.kernels.message_units if inputs.network.measured is None else 0.0
     return parameters, gradients + slowed * hidden, hidden
