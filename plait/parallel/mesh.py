@@ -179,9 +179,9 @@ def connect_ranks(group: dist.ProcessGroup) -> None:
 def connect_stages(group: dist.ProcessGroup) -> None:
     """Have NCCL connect each rank of a pipeline with the next, the last with the first. Every rank of it must call it.
 
-    For messages between two ranks NCCL connects these two, in their first message, where both hosts block until the
-    other is there: in the pipeline's first micro-batches. The pairs come one after the other, so that a rank that waits
-    for its pair waits for nobody who waits for it.
+    NCCL connects two ranks in their first message, in which both hosts block until the other is there; without this it
+    would be in the pipeline's first micro-batches. The pairs come one after the other, so ranks cannot wait for each
+    other in a circle.
     """
     device, rank, ranks = accelerator_of_group(None), dist.get_rank(group), dist.get_world_size(group)
     if device is None:

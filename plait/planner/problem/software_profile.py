@@ -212,7 +212,8 @@ def splits_weights(c: Candidates, profile: SoftwareProfile) -> NDArray[np.bool_]
 
 
 def keeps_weights_gathered(c: Candidates, profile: SoftwareProfile) -> NDArray[np.bool_]:
-    """Mask of those of them whose layers stay gathered from a step's first forward to its last backward."""
+    """Mask of candidates that split weights and keep all layers gathered from a step's first forward to its last
+    backward."""
     lasts = (c.pipeline > 1) | ~c.is_fully_sharded
     return splits_weights(c, profile) & lasts & (profile.lasting_weights == "once a step")
 

@@ -214,7 +214,7 @@ def _options(
 def _gathers_a_shared_table(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     """Mask of layouts whose stages share an output matrix that each gathers: INCOMPATIBLE."""
     apart = (columns["virtual"] > 1) & (columns["shard"] > 1) & (w.heads_in_all > 1)
-    return apart & (columns["shard_what"] == SHARDED_STATES.index("parameters"))
+    return apart & (columns["shard_what"] >= SHARDED_STATES.index("gradients"))
 
 
 def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
