@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.layout import Layout
 from plait.model.gpt import GPT, mixtures_of
-from plait.model.linear import HALF_DTYPES
+from plait.model.linear import HALF_DTYPES, Linear
 from plait.model.mixture import Experts
 from plait.model.names import HEAD
 from plait.model.router import Router
@@ -65,11 +65,11 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
         # What is outside of the layers stays gathered: the loss uses the head after the forward. The embedding and the
         # norm are gathered as they are kept: rounded rows would round the stream, and each addition to their gradient.
         outside = replace(policy, param_dtype=None)
-        if _has_separate_head(chunk):
+        if (head := _separate_head(chunk)) is not None:
             # A product rounds the head for itself. Its gradient, a sum over all tokens, could overflow in float16.
             own = policy if execution.arithmetic.precision == "bf16" else outside
-            fully_shard(chunk.head, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=own)
-            _gather_before_norm(chunk)
+            fully_shard(head, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=own)
+            _gather_before_norm(chunk, head)
         fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=outside, ignored_params=whole)
         sum_gradients_of(chunk, execution.device)
         if execution.device == "cpu" and execution.layout.pipeline == 1:
@@ -106,17 +106,17 @@ def gather_ahead(units: Sequence[FSDPModule]) -> None:
         unit.set_modules_to_forward_prefetch([following])
 
 
-def _has_separate_head(chunk: GPT) -> bool:
-    """Whether only the loss after the final norm works with the head: no embedding, and no objective beside the next
+def _separate_head(chunk: GPT) -> Linear | None:
+    """The head, if only the loss after the final norm works with it: no embedding, and no objective beside the next
     token."""
-    return chunk.head is not None and chunk.norm is not None and not chunk.shape.objectives.weights
+    return None if chunk.norm is None or chunk.shape.objectives.weights else chunk.head
 
 
-def _gather_before_norm(chunk: GPT) -> None:
+def _gather_before_norm(chunk: GPT, head: Linear) -> None:
     """Let the head, a unit that has no forward of its own, take the place of the final norm's: it is gathered before
     the norm, under the last layer, and its gradient is summed after the norm's backward, under the layers'."""
-    head, norm = chunk.head, chunk.norm
-    assert head is not None and norm is not None
+    norm = chunk.norm
+    assert norm is not None
     head.forward = norm.forward
 
     def forward(stream_nd: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def fully_sharded(
     local = [one.local for one in rows]
     # What is outside of a chunk's layers is torch's one unit for all of it, whose gradients come last of the chunk's;
     # a head of its own has the first.
-    separate = [_has_separate_head(chunk) for chunk in sharded.chunks]
+    separate = [_separate_head(chunk) is not None for chunk in sharded.chunks]
 
     def turn(one: SharedWeight) -> int:
         return 2 if one.name == HEAD and separate[one.chunk] else int(one.name.startswith("layers."))
