@@ -99,13 +99,14 @@ def test_plait_keeps_weights_gathered_where_gradients_are_split_and_in_pipelines
     work = replace(GPT_22B, precision="bf16", attention="flash", batch_sequences=512)
     ways = [{"shard_what": what} for what in ("gradients", "parameters")] + [{"pipeline": 2}]
     table = Candidates.from_rows([{"shard": 64, "shard_what": "parameters", "tensor": 1, **way} for way in ways])
-    needed = estimate_memory(work, table, PLAIT_PROFILE)
+    profile = replace(PLAIT_PROFILE, lasting_weights="once a step")
+    needed = estimate_memory(work, table, profile)
     states, layers = 16 * work.parameters / 64, work.parameters - work.embedding_parameters
     assert needed.parameters[0] + needed.gradients[0] + needed.optimizer[0] == pytest.approx(states, rel=1e-6)
     two_of_48 = 2 / 48
     assert needed.gathered[0] - needed.gathered[1] == pytest.approx(2 * layers * (1 - two_of_48), rel=1e-2)
     assert needed.gathered[2] > 2 * layers / 2, "a pipeline's stage whole"
-    master = estimate_memory(work, Candidates.from_rows([{"shard": 64, "shard_what": "master-weights"}]), PLAIT_PROFILE)
+    master = estimate_memory(work, Candidates.from_rows([{"shard": 64, "shard_what": "master-weights"}]), profile)
     assert master.gradients[0] == pytest.approx(4 * work.parameters) and master.gathered[0] == needed.gathered[0]
     assert master.parameters[0] == needed.parameters[0] and master.optimizer[0] == needed.optimizer[0]
 

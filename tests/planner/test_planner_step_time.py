@@ -80,7 +80,7 @@ def test_what_stays_gathered_is_gathered_once_a_step():
     # Gathers of layers, and sums, of a step of eight micro-batches.
     often = {"master-weights": (1, 1), "gradients": (1, 8), "parameters": (16, 8)}
     table = Candidates.from_rows([{"shard": 64, "shard_what": what, "micro_sequences": 1} for what in often])
-    priced = inputs(work, H100, table, PLAIT_PROFILE)
+    priced = inputs(work, H100, table, replace(PLAIT_PROFILE, lasting_weights="once a step"))
     found, slower = estimate_step_time(priced), priced.device_time.rates.kernels.message_units
     spent = found.parameters + found.gradients + (1 - slower) * found.hidden_sync
     network, tables = network_of(H100), work.embedding_parameters

@@ -173,7 +173,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     ahead = profile.layers_ahead * (np.where(stays, 0.0, gathered) + whole_gradients)
     _, largest = dequantized_parameters(w, c)
     kept, again = kept_and_repeated(w, c, profile)
-    rounded_head = fully & w.rounds_gathered_head & (profile.lasting_weights == "once a step")
+    rounded_head = fully & w.rounds_gathered_head & (stays | (profile.lasting_weights == "once a step"))
     return {
         ("parameters", "layers"): weight * adapters
         + of_layers * (common / split["parameters"] + experts / own["parameters"]),

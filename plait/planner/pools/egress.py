@@ -62,8 +62,8 @@ def _around_rings(found: Search, index: int, zones: Sequence[str], parameters: i
     one = found.candidates.select(np.array([index]))
     if splits_weights(one, profile)[0]:
         tables = (1 if workload.tied else 2) * workload.element_bytes * workload.embedding_parameters / tensor
-        lasting = gathered if keeps_weights_gathered(one, profile)[0] else tables
-        once = lasting if profile.lasting_weights == "once a step" else 0.0
+        once = tables if profile.lasting_weights == "once a step" else 0.0
+        once = gathered if keeps_weights_gathered(one, profile)[0] else once
         micros = int(found.n_microbatches[index])
         within = micros * 2 * (gathered - once) + (1 if one.sums_once[0] else micros) * summed + once
     for p, t in np.ndindex(pipeline, tensor):

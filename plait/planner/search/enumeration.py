@@ -167,7 +167,7 @@ def _options(
     experts = [int(named)] if named else divisors(experts_and_ranks(w, degrees))
     combinations = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
-        run_as = what if what != "gradients" or profile.lasting_weights == "once a step" else "optimizer"
+        run_as = what if what != "gradients" or profile.lasting_weights != "for each pass" else "optimizer"
         if _clash(
             min(degrees.pipeline, 2), min(shard, 2), min(degrees.context, 2), min(degrees.tensor, 2), run_as, schedule
         ):

@@ -71,8 +71,9 @@ def data_parallel_sync_s(
     # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
     one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - inputs.largest_overlap)
     passing, at_first, once = gather, np.zeros(len(c)), np.zeros(len(c))
-    if profile.lasting_weights == "once a step":
-        embedding, head = _lasting_tables(inputs)
+    if profile.lasting_weights != "for each pass":
+        tables_last = stays | (profile.lasting_weights == "once a step")
+        embedding, head = (np.where(tables_last, one, 0.0) for one in _lasting_tables(inputs))
         layers_s = moved("gather", inputs.workload.element_bytes, gathered - embedding - head)
         passing = np.where(stays, 0.0, layers_s)
         # The first forward begins with the embedding; all else travels under it.
