@@ -80,8 +80,9 @@ def data_parallel_sync_s(
         at_first = collective_s(inputs.network, "gather", EXACT_BYTES * embedding, group, apart, 1.0)
         head_bytes = inputs.workload.element_bytes if inputs.workload.rounds_gathered_head else EXACT_BYTES
         head_s = collective_s(inputs.network, "gather", head_bytes * head, group, apart, 1.0)
-        once = at_first + head_s + np.where(stays, layers_s, 0.0)
-        at_first = at_first + np.where(stays, np.maximum(layers_s - window * forward, layers_s * one_layer), 0.0)
+        once = np.where(tables_last, at_first + head_s, 0.0) + np.where(stays, layers_s, 0.0)
+        first_layers_s = np.maximum(layers_s - window * forward, layers_s * one_layer)
+        at_first = np.where(tables_last, at_first, 0.0) + np.where(stays, first_layers_s, 0.0)
     each_forward = np.maximum(passing - window * forward, passing * one_layer)
     if profile.hides_scatters:
         each_backward = np.maximum(passing + scatter - window * backward, scatter * one_layer)
