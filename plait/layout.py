@@ -12,12 +12,16 @@ AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 ABBREVIATIONS = {"pipeline": "PP", "replicate": "DP", "shard": "FSDP", "context": "CP", "tensor": "TP"}
 
-SHARDED_TEXTS = {"optimizer": "optimizer state", "gradients": "gradients and optimizer state"}
+SHARDED_TEXTS = {
+    "optimizer": "optimizer state",
+    "master-weights": "master weights and optimizer state",
+    "gradients": "gradients and optimizer state",
+}
 """What `shard` splits, in words, where it is not the parameters."""
 LARGEST_CLUSTER = 1_000_000
 """Devices, at most: more than anybody has joined, and few enough for a search to end."""
 
-ShardWhat = Literal["optimizer", "parameters"]
+ShardWhat = Literal["optimizer", "master-weights", "gradients", "parameters"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
 
@@ -35,7 +39,9 @@ class Layout:
     """Ranks of `replicate`, `shard` and `context` that hold a mixture's experts together, each some of them; no axis of
     its own: groups of this many neighbours, `context` innermost."""
     shard_what: ShardWhat = "optimizer"
-    """What `shard` splits: optimizer state (ZeRO-1), or the parameters as well (FSDP)."""
+    """What `shard` splits: optimizer state (ZeRO-1), or the parameters as well, which are then gathered once a step
+    ("gradients", ZeRO-2) or for each pass of each micro-batch ("parameters", FSDP); their gradients are summed for each
+    micro-batch. With "master-weights" weights are gathered, and gradients summed, once a step."""
     schedule: Schedule = "1f1b"
     """The order in which a pipeline works through its micro-batches."""
     stage_layers: tuple[int, ...] = ()
@@ -60,6 +66,11 @@ class Layout:
         """The data-parallel rank of a rank: which share of the batch it works on."""
         place = self.coordinates(rank)
         return place["replicate"] * self.shard + place["shard"]
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether each rank of `shard` keeps rows of every weight, and gathers the others' to compute."""
+        return self.shard > 1 and self.shard_what != "optimizer"
 
     @property
     def ranks_with_other_tokens(self) -> int:
@@ -123,7 +134,7 @@ class Layout:
 
 def shard_abbreviation(shard_what: str) -> str:
     """The field's name for what `shard` does: FSDP splits parameters, ZeRO-1 the optimizer state alone."""
-    return {"optimizer": "ZeRO-1", "gradients": "ZeRO-2"}.get(shard_what, "FSDP")
+    return {"optimizer": "ZeRO-1", "master-weights": "ZeRO-1", "gradients": "ZeRO-2"}.get(shard_what, "FSDP")
 
 
 def layout_summary(layout: Layout) -> str:
@@ -161,11 +172,14 @@ class Conflict:
 
 INCOMPATIBLE: tuple[Conflict, ...] = (
     Conflict(
-        applies=lambda layout: (
-            layout.schedule == "zero-bubble" and layout.shard > 1 and layout.shard_what == "parameters"
-        ),
+        applies=lambda layout: layout.schedule == "zero-bubble" and layout.gathers_weights,
         reason="a zero-bubble pipeline puts weight gradients off until the sharded parameters' own hooks have already "
         'run; choose layout.shard_what = "optimizer" or layout.schedule = "1f1b"',
+    ),
+    Conflict(
+        applies=lambda layout: layout.pipeline > 1 and layout.shard > 1 and layout.shard_what == "gradients",
+        reason="a pipeline gathers weights once a step whatever is split; choose "
+        'layout.shard_what = "parameters", which does the same there',
     ),
     Conflict(
         applies=lambda layout: layout.ranks_with_other_tokens % layout.expert > 0,

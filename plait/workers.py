@@ -69,9 +69,8 @@ def modules_needed(plan: Plan) -> tuple[str, ...]:
     """What a job of this plan needs beside the usual (Job.needs): more than a second of imports where torch's own parts
     meet its compiler, as split parameters, recomputed layers and the experts' products do without being compiled; a
     third of one in a pipeline, as autograd looks at the shape of a gradient that it is given."""
-    gathers = plan.placement.layout.shard > 1 and plan.placement.layout.shard_what == "parameters"
     meets = (
-        gathers
+        plan.placement.layout.gathers_weights
         or plan.placement.layout.recompute != "none"
         or plan.job.shape.mixture is not None
         or plan.arithmetic.compile != "off"

@@ -11,7 +11,6 @@ from plait.errors import PlaitError
 from plait.foreign_configs.changes import WORTH_SAYING, ConfigChange
 from plait.foreign_configs.forecast import RunForecast
 from plait.layout import layout_summary
-from plait.planner.problem.candidates import SHARDED_STATES
 from plait.planner.search.cost_breakdown import MEMORY_NAMES, TIME_NAMES
 from plait.planner.search.found import Search
 from plait.units import counted, format_bytes, format_count, format_duration, more_or_less
@@ -98,7 +97,7 @@ def _layout_text(found: RunForecast) -> str:
     sharded = str(layout["shard_what"])
     states = {"optimizer": "optimizer state", "gradients": "optimizer state and gradients",
               "parameters": "optimizer state, gradients and parameters"}  # fmt: skip
-    if sharded in SHARDED_STATES[1:]:
+    if sharded in states:
         axes.append(f"{states[sharded]} sharded over {layout['shard']}")
     recompute = {"none": "no recompute", "selective": "selective recompute", "full": "full recompute"}
     weights = "float32" if found.run.weights == "float32" else "16 bits"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from plait.layout import Layout
 from plait.model.gpt import GPT, mixtures_of
-from plait.model.linear import HALF_DTYPES
+from plait.model.linear import HALF_DTYPES, Linear
 from plait.model.mixture import Experts
+from plait.model.names import HEAD
 from plait.model.router import Router
 from plait.parallel.collectives import (
     SPREAD_TAG,
@@ -49,8 +51,7 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
     apart = _experts_mesh(execution)
     for chunk in sharded.chunks:
         whole = _whole_experts(chunk, execution)
-        # In a pipeline several micro-batches are under way, and each would gather the weights again.
-        again = execution.layout.pipeline == 1
+        again = not keeps_all_gathered(execution.layout)
         for layer in chunk.layers.values():
             for router in [module for module in layer.modules() if isinstance(module, Router)]:
                 # Gathered as it is kept: a rounded router sends tokens to other experts.
@@ -61,12 +62,17 @@ def split_parameters(sharded: ShardedModel, mesh: DeviceMesh, execution: Executi
                 fully_shard(experts, mesh=apart, reshard_after_forward=again, mp_policy=policy)
                 _hide_hooks_from_recompute(experts)
             fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=again, mp_policy=policy, ignored_params=whole)
-        # What is outside of the layers stays gathered until its backward: the loss uses the head after the forward. It
-        # is gathered as it is kept: a table in bfloat16 would round the stream, and each addition to a row's gradient.
+        # What is outside of the layers stays gathered: the loss uses the head after the forward. The embedding and the
+        # norm are gathered as they are kept: rounded rows would round the stream, and each addition to their gradient.
         outside = replace(policy, param_dtype=None)
+        if (head := _separate_head(chunk)) is not None:
+            # A product rounds the head for itself. Its gradient, a sum over all tokens, could overflow in float16.
+            own = policy if execution.arithmetic.precision == "bf16" else outside
+            fully_shard(head, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=own)
+            _gather_before_norm(chunk, head)
         fully_shard(chunk, mesh=mesh["shard"], reshard_after_forward=False, mp_policy=outside, ignored_params=whole)
         sum_gradients_of(chunk, execution.device)
-        if execution.device == "cpu" and again:
+        if execution.device == "cpu" and execution.layout.pipeline == 1:
             # An evaluation ends before the layers for prediction ahead.
             ahead = {id(module) for own in _ahead_layers(chunk) for module in own.modules()}
             gather_ahead([module for module in sharded_modules(chunk) if id(module) not in ahead])
@@ -94,10 +100,30 @@ def announce_messages(unit: FSDPModule, device: str, gathered: MessageBegin, sum
 def gather_ahead(units: Sequence[FSDPModule]) -> None:
     """Let the next unit's weights travel under a unit's arithmetic, as streams of a GPU do by themselves; the first is
     the whole model."""
-    root, *layers = units
+    root, *others = units
     root._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
-    for layer, following in pairwise(layers):
-        layer.set_modules_to_forward_prefetch([following])
+    for unit, following in pairwise(others):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+def _separate_head(chunk: GPT) -> Linear | None:
+    """The head, if only the loss after the final norm works with it: no embedding, and no objective beside the next
+    token."""
+    return None if chunk.norm is None or chunk.shape.objectives.weights else chunk.head
+
+
+def _gather_before_norm(chunk: GPT, head: Linear) -> None:
+    """Let the head, a unit that has no forward of its own, take the place of the final norm's: it is gathered before
+    the norm, under the last layer, and its gradient is summed after the norm's backward, under the layers'."""
+    norm = chunk.norm
+    assert norm is not None
+    head.forward = norm.forward
+
+    def forward(stream_nd: Tensor) -> Tensor:
+        """The norm as a call of the head, whose hooks belong to the unit."""
+        return head(stream_nd)
+
+    norm.forward = forward
 
 
 def _hide_hooks_from_recompute(inside_layer: nn.Module) -> None:
@@ -152,6 +178,7 @@ def _ahead_layers(chunk: GPT) -> list[nn.Module]:
 
 def fully_sharded(
     sharded: ShardedModel,
+    layout: Layout,
     weights: Sequence[SharedWeight],
     groups: ProcessGroups,
     *,
@@ -166,15 +193,48 @@ def fully_sharded(
     held = [one for one in map(rows_of, weights) if one.local.box.numbers]
     rows = [one for one in held if one.local.trained]
     local = [one.local for one in rows]
-    # What is outside of a chunk's layers is torch's one unit for all of it, whose gradients come last of the chunk's.
-    reached = sorted(local, key=lambda one: (one.chunk, one.name.startswith("layers.")))
+    # What is outside of a chunk's layers is torch's one unit for all of it, whose gradients come last of the chunk's;
+    # a head of its own has the first.
+    separate = [_separate_head(chunk) is not None for chunk in sharded.chunks]
+
+    def turn(one: SharedWeight) -> int:
+        return 2 if one.name == HEAD and separate[one.chunk] else int(one.name.startswith("layers."))
+
+    reached = sorted(local, key=lambda one: (one.chunk, turn(one)))
     reducer = GradientReducer(reached, groups, bucket_bytes=bucket_bytes, transfer=transfer)
     return replace(
         sharded,
         weights=tuple(held_weight(one.local.name, one.local.parameter, one.local.box) for one in held),
         units=tuple(whole_units(local)),
-        gradients=ShardedGradients(sharded.chunks, rows, reducer),
+        gradients=ShardedGradients(
+            sharded.chunks,
+            rows,
+            reducer,
+            lasting_units(sharded.chunks, layout),
+            sums="each step" if layout.shard_what == "master-weights" else "each micro-batch",
+        ),
     )
+
+
+def keeps_all_gathered(layout: Layout) -> bool:
+    """Whether layers stay gathered from a step's first forward to its last backward. In a pipeline they always do, as
+    several micro-batches are under way, and each would gather the weights again."""
+    return layout.pipeline > 1 or layout.shard_what != "parameters"
+
+
+def lasting_units(chunks: Sequence[GPT], layout: Layout) -> list[list[FSDPModule]]:
+    """The units of each chunk whose weights stay gathered from a step's first forward to its last backward.
+
+    What lies outside of layers is there at the fullest moment of each micro-batch anyway, until the loss, so gathering
+    it once a step takes no more memory. The same holds for all units of a pipeline.
+    """
+    if keeps_all_gathered(layout):
+        return [sharded_modules(chunk) for chunk in chunks]
+    layers = [{id(module) for layer in chunk.layers.values() for module in layer.modules()} for chunk in chunks]
+    return [
+        [unit for unit in sharded_modules(chunk) if id(unit) not in inside]
+        for chunk, inside in zip(chunks, layers, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +252,15 @@ class ShardedGradients:
     reduce-scatter, once the rows' gradient is there.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], rows: Sequence[WeightRows], reducer: GradientReducer) -> None:
-        self._chunks, self._rows, self._reducer = chunks, rows, reducer
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        rows: Sequence[WeightRows],
+        reducer: GradientReducer,
+        lasting: Sequence[Sequence[FSDPModule]] = (),
+        sums: Literal["each micro-batch", "each step"] = "each micro-batch",
+    ) -> None:
+        self._chunks, self._rows, self._reducer, self._lasting, self._sums = chunks, rows, reducer, lasting, sums
         self.buckets = reducer.buckets
         for one in rows if self.buckets else ():
             one.sharded.register_post_accumulate_grad_hook(lambda _, one=one: reducer.arrived(one.local))
@@ -205,10 +272,23 @@ class ShardedGradients:
         for one in self._rows:
             room = one.local.parameter.grad  # a bucket's, where others keep the same rows
             one.sharded.grad = None if room is None else _as_rows(room, one.sharded)
+        for chunk in range(len(self._lasting)):
+            self._set_last(chunk, False)
 
     def arm(self, chunk: int) -> None:
-        """Each micro-batch's gradients are summed over `shard`; over the others that keep the same rows, only once."""
+        """Each micro-batch's gradients are summed over `shard`, or the step's; over the others that keep the same rows
+        only once in any case."""
         self._reducer.arm(chunk)
+        if self._lasting:
+            self._set_last(chunk, True)
+
+    def _set_last(self, chunk: int, is_last: bool) -> None:
+        """Whether the chunk's next backward is its last of the step, after which what lasted is no longer needed."""
+        for unit in self._lasting[chunk]:
+            unit.set_reshard_after_backward(is_last, recurse=False)
+        if self._sums == "each step":
+            for unit in sharded_modules(self._chunks[chunk]):
+                unit.set_requires_gradient_sync(is_last, recurse=False)
 
     def close(self) -> None:
         """Wait until the gradient of every rank's rows is the global sum."""

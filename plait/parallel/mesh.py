@@ -143,6 +143,8 @@ def make_mesh(layout: Layout, device: str) -> DeviceMesh:
             made[sets] = _own_group(sets)
             if AXES[axis] in _AXES_OF_COLLECTIVES:
                 connect_ranks(made[sets])
+        if AXES[axis] == "pipeline":
+            connect_stages(made[sets])
         groups.append(made[sets])
     return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=AXES)
 
@@ -172,6 +174,26 @@ def connect_ranks(group: dist.ProcessGroup) -> None:
     if device is not None and dist.get_world_size(group) > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         synchronize(device)
+
+
+def connect_stages(group: dist.ProcessGroup) -> None:
+    """Have NCCL connect each rank of a pipeline with the next, the last with the first. Every rank of it must call it.
+
+    NCCL connects two ranks in their first message, in which both hosts block until the other is there; without this it
+    would be in the pipeline's first micro-batches. The pairs come one after the other, so ranks cannot wait for each
+    other in a circle.
+    """
+    device, rank, ranks = accelerator_of_group(None), dist.get_rank(group), dist.get_world_size(group)
+    if device is None:
+        return
+    word = torch.zeros(1, device=device)
+    for first in range(ranks if ranks > 2 else ranks - 1):
+        following = (first + 1) % ranks
+        if rank == first:
+            dist.send(word, group=group, group_dst=following)
+        elif rank == following:
+            dist.recv(word, group=group, group_src=first)
+    synchronize(device)
 
 
 def accelerator_of_group(group: dist.ProcessGroup | None) -> torch.device | None:

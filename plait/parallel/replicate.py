@@ -32,11 +32,16 @@ def replicate(
     splits = all_expert_splits(layout) if layout.shard_what == "optimizer" else []
     weights = shared_weights(sharded, execution)
     groups = make_groups([*all_sharing_sets(execution.shape, layout), *splits])
-    if layout.shard > 1 and layout.shard_what == "parameters":
+    if layout.gathers_weights:
         from plait.parallel.fully_sharded import fully_sharded  # most of a second of imports
 
         return fully_sharded(
-            sharded, weights, groups, bucket_bytes=bucket_bytes, transfer=execution.arithmetic.gradient_transfer
+            sharded,
+            layout,
+            weights,
+            groups,
+            bucket_bytes=bucket_bytes,
+            transfer=execution.arithmetic.gradient_transfer,
         )
     split = mesh.get_group("shard") if layout.shard > 1 else None
     learning = [one for one in weights if one.trained]

@@ -334,8 +334,8 @@ def weight_casts(plan: Plan) -> WeightCasts:
 
     GPUs cast within compiled layers.
     """
-    gathered = plan.placement.layout.shard > 1 and plan.placement.layout.shard_what == "parameters"
-    held = plan.machines.device == "cpu" and plan.placement.layout.recompute == "none" and not gathered
+    layout = plan.placement.layout
+    held = plan.machines.device == "cpu" and layout.recompute == "none" and not layout.gathers_weights
     return "each step" if held and plan.arithmetic.precision == "bf16" else "each micro-batch"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +17,9 @@ from plait.trainer.checkpointing.background import SaveEnd
 from plait.trainer.experts.watch import ExpertWatch
 from plait.trainer.loop import LoopPhase, Observer
 from plait.trainer.state import TrainState
+
+SETTLED_AFTER_STEPS = 3
+"""Steps of a start after which what lasts is there: compiled layers, the optimizer's state, caches."""
 
 
 def rank_observers(
@@ -39,6 +43,7 @@ def rank_observers(
         Observer(before_step=balance.before_step, after_step=balance.after_step),
         Observer(before_step=peak.before_step, after_step=peak.after_step, at_save=at_save),
         Observer(at_report=ExpertWatch(sink.note).at_report),
+        frozen_garbage(),
     )
 
 
@@ -55,6 +60,30 @@ def published_progress(progress: ProgressReport) -> Observer:
         progress.collective()
 
     return Observer(before_step=before_step, at_phase=at_phase)
+
+
+def frozen_garbage() -> Observer:
+    """Takes what the first steps leave out of the garbage collector's sight, on all ranks after the same step.
+
+    A full collection visits every object of the process, most of which last: modules, compiled code, plans. Each rank
+    would do it at a step of its own, and all others wait for it there.
+    """
+    taken = 0
+
+    def after_step(_: TrainState) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == SETTLED_AFTER_STEPS:
+            collect_all()
+
+    return Observer(after_step=after_step)
+
+
+def collect_all() -> None:
+    """Free what is garbage, frozen objects included, and freeze what is left."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 class PeakMemory:

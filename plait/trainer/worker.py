@@ -3,7 +3,6 @@ trains."""
 
 from __future__ import annotations
 
-import gc
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +41,7 @@ from plait.trainer.checkpointing.persist import prune_old, restore, verify_toget
 from plait.trainer.choices import load_choices
 from plait.trainer.divergence import BadStep, NumberGuard
 from plait.trainer.loop import LoopIntervals, Observer, run_loop
-from plait.trainer.observers import rank_observers
+from plait.trainer.observers import collect_all, rank_observers
 from plait.trainer.pair_reference import KeptReference
 from plait.trainer.rank_sinks import sinks_of_rank
 from plait.trainer.recording.live import LiveTimeline
@@ -110,7 +109,7 @@ def main(
                 assembly.replace_by(new)
                 copies.layers_moved()
                 _verify_data(context, assembly)
-                gc.collect()  # modules and their hooks know each other, and would keep the old stage
+                collect_all()  # modules and their hooks know each other, and would keep the old stage
                 return own
 
             tell = partial(context.send, "times")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.checkpoint.host_bytes import host_bytes, pieces_through
+from plait.checkpoint.host_bytes import HostCopies, host_bytes, pieces_through
 
 
 class LateCopies:
@@ -47,3 +47,30 @@ def test_pieces_are_the_bytes_in_order(size: int) -> None:
 def test_a_processor_s_bytes_are_one_piece(tensor: Tensor) -> None:
     (piece,) = host_bytes(tensor)
     assert bytes(piece) == tensor.contiguous().numpy().tobytes()
+
+
+def test_copies_of_a_device_with_streams_are_waited_for_and_their_memory_is_used_again() -> None:
+    device = LateCopies()
+    copies = HostCopies(has_streams=lambda _: True, begin=device.begin)
+    tensors = [torch.arange(6.0).view(2, 3).T, torch.arange(5)]
+    assert copies.new_bytes(tensors) == 32 + 64, "pinned memory comes in powers of two"
+    found, wait = copies.begin(tensors)
+    assert device.order == ["begin 0", "begin 1"], "the host waits for nothing"
+    wait()
+    assert all(map(torch.equal, found, tensors))
+    others = [one + 1 for one in tensors]
+    assert copies.new_bytes(others) == 0
+    again, wait = copies.begin(others)
+    wait()
+    assert all(map(torch.equal, again, others))
+    assert [one.data_ptr() for one in again] == [one.data_ptr() for one in found]
+    assert copies.new_bytes([others[0][:1], others[1]]) == 8, "of another shape"
+
+
+def test_copies_of_a_processor_s_tensors_are_complete_at_once_and_their_own() -> None:
+    tensor, copies = torch.arange(4.0), HostCopies()
+    assert copies.new_bytes([tensor]) == 16
+    (first,), _ = copies.begin([tensor])
+    tensor += 1
+    (second,), _ = copies.begin([tensor])
+    assert first.tolist() == [0, 1, 2, 3] and second.tolist() == [1, 2, 3, 4]

@@ -37,18 +37,27 @@ def refuses(group: dist.ProcessGroup) -> bool:
 
 
 def connect_groups(context: RankContext, argument: str) -> None:
-    """Each rank tells the groups that it connects, in their order, as NCCL's would be; gloo sums in their place, and
-    would wait for ever where two ranks had another order."""
+    """Each rank tells the groups and pairs of stages that it connects, in their order, as NCCL's would be; gloo sums
+    and sends in their place, and would wait for ever where two ranks had another order."""
     mesh.accelerator_of_group = lambda group: torch.device("cpu")  # type: ignore[assignment]
     degrees, sets = json.loads(argument)
     connected: list[list[int]] = []
-    sum_up = dist.all_reduce
+    sum_up, send, recv = dist.all_reduce, dist.send, dist.recv
 
     def noted(values: torch.Tensor, group: dist.ProcessGroup) -> None:
         connected.append(dist.get_process_group_ranks(group))
         sum_up(values, group=group)
 
+    def noted_send(values: torch.Tensor, group: dist.ProcessGroup, group_dst: int) -> None:
+        connected.append([context.rank, dist.get_global_rank(group, group_dst)])
+        send(values, group=group, group_dst=group_dst)
+
+    def noted_recv(values: torch.Tensor, group: dist.ProcessGroup, group_src: int) -> None:
+        connected.append([dist.get_global_rank(group, group_src), context.rank])
+        recv(values, group=group, group_src=group_src)
+
     dist.all_reduce = noted  # type: ignore[assignment]
+    dist.send, dist.recv = noted_send, noted_recv  # type: ignore[assignment]
     store = open_store(context.rendezvous, context.rank, context.world_size)
     dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
     world_communicator()

@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from plait.checkpoint.store import verify_checkpoint
 from plait.launch.values.job import RankContext
 from plait.layout import Layout
+from plait.parallel import fully_sharded
 from plait.parallel.apply import STAGES, ParallelStage
+from plait.parallel.collectives import SPREAD_TAG, SUM_TAG, MessageBegin, spread_own, sum_parts
 from plait.parallel.communicator import ONE_PROCESS
+from plait.parallel.fully_sharded import announce_messages
 from plait.parallel.mesh import make_mesh, world_communicator
 from plait.parallel.replicate import replicate
 from plait.partition.boxes import Box
@@ -102,6 +106,38 @@ def listen(context: RankContext, argument: str) -> None:
                 patch.setattr(dist, name, partial(_noting, noted, name, getattr(dist, name)))
         assembly.step(TrainState())
     Path(case["folder"], f"{case['name']}-{context.rank}.json").write_text(json.dumps(noted))
+
+
+def weigh(context: RankContext, argument: str) -> None:
+    """Take a step, and note each message of a unit as it begins: its kind, the unit, its numbers and its bytes."""
+    case = json.loads(argument)
+    noted: list[list[Any]] = []
+
+    def message(kind: str, unit: str, tag: int) -> MessageBegin:
+        def begin(numbers: int) -> tuple[int, Callable[[], None]]:
+            noted.append([kind, unit, numbers])
+            return tag, lambda: None
+
+        return begin
+
+    def spread(whole: Tensor, *more: Any) -> Any:
+        noted[-1].append(whole.nbytes)
+        return spread_own(whole, *more)
+
+    def add_up(own: Tensor, whole: Tensor, *more: Any) -> Any:
+        noted[-1].append(whole.nbytes)
+        return sum_parts(own, whole, *more)
+
+    with process_group_for(context, plan_of(case)), assembled(case) as assembly, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fully_sharded, "spread_own", spread)
+        patch.setattr(fully_sharded, "sum_parts", add_up)
+        for chunk in assembly.model.chunks:
+            for name, unit in chunk.named_modules():
+                if isinstance(unit, FSDPModule):
+                    gathered, summed = message("gather", name, SPREAD_TAG), message("sum", name, SUM_TAG)
+                    announce_messages(unit, "cpu", gathered, summed)
+        assembly.step(TrainState())
+    context.send("weighed", noted=noted)
 
 
 def _noting(noted: list[str], name: str, begin: Callable[..., Any], *tensors: Any, **more: Any) -> Any:

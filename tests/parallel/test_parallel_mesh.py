@@ -41,11 +41,20 @@ def test_axes_of_the_same_ranks_share_a_group(
     assert told["useless"] == (ranks > 1), "but for that of axes of size 1, which has no threads either, all work"
 
 
+_PAIRS_OF_3 = ("13", "23", "13")
+
+
 @pytest.mark.parametrize(
     ("degrees", "sets", "own"),
     [
         ({"shard": 2, "replicate": 2}, [[0, 1], [2, 3]], {0: ["0123", "01", "01"], 3: ["0123", "23", "23"]}),
-        ({"pipeline": 2, "tensor": 2}, [[0, 2], [1, 3]], {0: ["0123", "01", "02"], 3: ["0123", "23", "13"]}),
+        # A pair of stages, then a group that sums, then the groups of `sets`.
+        (
+            {"pipeline": 2, "tensor": 2},
+            [[0, 2], [1, 3]],
+            {0: ["0123", "02", "01", "02"], 3: ["0123", "13", "23", "13"]},
+        ),
+        ({"pipeline": 4}, [], {0: ["0123", "01", "30"], 1: ["0123", "01", "12"], 3: ["0123", "23", "30"]}),
         ({"context": 4}, [[0, 1], [1, 2], [2, 3]], {0: ["0123", "0123", "01"], 2: ["0123", "0123", "12", "23"]}),
     ],
 )

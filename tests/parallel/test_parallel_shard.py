@@ -17,6 +17,7 @@ from plait.checkpoint.manifest import tensor_names
 from plait.checkpoint.store import verify_checkpoint
 from plait.checkpoint.transfer import read_tensor
 from plait.launch.values.job import Job
+from plait.layout import Layout, is_possible
 from tests.matrix import few_fast
 from tests.parallel.precision import gradients_of, squared_errors
 from tests.parallel.shard_entries import alone_with
@@ -36,7 +37,7 @@ SHAPES = {
 }
 STAGES = {"plain": [1, 1], "tied": [3, 1]}
 """An odd and an even number of buckets beside the weight that both ends of a tied model hold."""
-SPLITS = ("optimizer", "parameters")
+SPLITS = ("optimizer", "master-weights", "gradients", "parameters")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,7 @@ def test_every_split_takes_one_process_s_steps(launch: Launch, folders, world_si
         {**shared, "layout": {**layout, "shard_what": split}}
         for layout in layouts(world_size, shape)
         for split in SPLITS
+        if is_possible(Layout(**{**layout, "shard_what": split}))
     ]
     launch("take_steps", cases, world_size)
     for number, case in enumerate(cases):
@@ -110,6 +112,49 @@ def test_split_parameters_travel_from_rank_to_rank_and_find_room(launch: Launch,
         assert noted, "nothing travelled"
         bursts = [noted[at : at + 4] for at in range(0, len(noted), 4)]
         assert all(burst == ["irecv", "irecv", "isend", "isend"] for burst in bursts), bursts
+
+
+TABLE = 280 * 24
+"""Numbers of a vocabulary table of "plain"."""
+IN_TURN = {"shard": 2, "shard_what": "parameters"}
+PIPED = {"pipeline": 2, "shard": 2, "shard_what": "parameters", "stage_layers": STAGES["plain"]}
+
+
+def weighed(launch: Launch, folder: Path, layout: dict[str, Any], world_size: int) -> dict[int, list[list[Any]]]:
+    """Messages of a step of several micro-batches in bf16."""
+    case = {"folder": str(folder), "name": "weighed", "layout": layout}
+    told = launch("weigh", {**case, "plan": {"micro_sequences": 2, "precision": "bf16"}}, world_size)
+    return {rank: found["noted"] for rank, found in told.items()}
+
+
+def test_the_head_is_a_unit_of_its_own_and_what_lasts_is_gathered_once_a_step(launch: Launch, folders) -> None:
+    """The head under the last layer and in the products' precision; its gradient is the first that is summed."""
+    forward = ["gather layers.0", "gather layers.1"]
+    backward = ["gather layers.1", "sum head", "gather layers.0", "sum layers.1", "sum layers.0", "sum "]
+    for noted in weighed(launch, folders["plain"], IN_TURN, 2).values():
+        found = [f"{kind} {unit}" for kind, unit, *_ in noted]
+        assert found == ["gather ", *forward, "gather head", *backward, *forward, *backward]
+        sizes = {(kind, unit): (numbers, size // numbers) for kind, unit, numbers, size in noted}
+        assert sizes["gather", "head"] == (TABLE, 2) and sizes["sum", "head"] == (TABLE, 4)
+        assert sizes["gather", ""] == (TABLE + 24, 4), "the embedding's rows enter the stream as they are kept"
+        assert sizes["gather", "layers.0"][1] == 2 and sizes["sum", "layers.0"][1] == 4
+
+
+def test_with_split_gradients_or_master_weights_the_first_forward_alone_gathers(launch: Launch, folders) -> None:
+    backward = ["sum head", "sum layers.1", "sum layers.0", "sum "]
+    for what, sums in (("gradients", [*backward, *backward]), ("master-weights", backward)):
+        for noted in weighed(launch, folders["plain"], {**IN_TURN, "shard_what": what}, 2).values():
+            found = [f"{kind} {unit}" for kind, unit, *_ in noted]
+            assert found == ["gather ", "gather layers.0", "gather layers.1", "gather head", *sums]
+
+
+@pytest.mark.parametrize(("what", "sums"), few_fast([("parameters", 2), ("master-weights", 1)], ("master-weights", 1)))
+def test_a_pipeline_gathers_each_weight_once_a_step(launch: Launch, folders, what: str, sums: int) -> None:
+    """And sums each gradient after each of two micro-batches, or once a step as well."""
+    for rank, noted in weighed(launch, folders["plain"], {**PIPED, "shard_what": what}, 4).items():
+        units = sorted(["", "layers.0"] if rank < 2 else ["", "layers.1", "head"])
+        assert sorted(unit for kind, unit, *_ in noted if kind == "gather") == units
+        assert sorted(unit for kind, unit, *_ in noted if kind == "sum") == sorted(sums * units)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

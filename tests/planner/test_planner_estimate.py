@@ -107,6 +107,22 @@ def test_states_follow_what_is_sharded():
     assert (needed.gathered > 0).tolist() == [False, False, False, True]
 
 
+def test_plait_keeps_weights_gathered_where_gradients_are_split_and_in_pipelines():
+    work = replace(GPT_22B, precision="bf16", attention="flash", batch_sequences=512)
+    ways = [{"shard_what": what} for what in ("gradients", "parameters")] + [{"pipeline": 2}]
+    table = Candidates.from_rows([{"shard": 64, "shard_what": "parameters", "tensor": 1, **way} for way in ways])
+    profile = replace(PLAIT_PROFILE, lasting_weights="once a step")
+    needed = estimate_memory(work, table, profile)
+    states, layers = 16 * work.parameters / 64, work.parameters - work.embedding_parameters
+    assert needed.parameters[0] + needed.gradients[0] + needed.optimizer[0] == pytest.approx(states, rel=1e-6)
+    two_of_48 = 2 / 48
+    assert needed.gathered[0] - needed.gathered[1] == pytest.approx(2 * layers * (1 - two_of_48), rel=1e-2)
+    assert needed.gathered[2] > 2 * layers / 2, "a pipeline's stage whole"
+    master = estimate_memory(work, Candidates.from_rows([{"shard": 64, "shard_what": "master-weights"}]), profile)
+    assert master.gradients[0] == pytest.approx(4 * work.parameters) and master.gathered[0] == needed.gathered[0]
+    assert master.parameters[0] == needed.parameters[0] and master.optimizer[0] == needed.optimizer[0]
+
+
 def test_the_items_are_all_that_is_allocated():
     needed = estimate_memory(
         GPT_22B, Candidates.from_rows([{"tensor": 8, "pipeline": 4, "micro_sequences": 1}]), PLAIT_PROFILE
@@ -310,6 +326,10 @@ FORETOLD = [
     ["pipeline=2", "schedule=1f1b", "micro_sequences=2", "vocabulary=2500", "auxiliary_heads=[2,5]"],
     ["pipeline=2", "schedule=gpipe", "micro_sequences=2", "auxiliary_heads=[2]", "predict_ahead=2"],
     ["replicate=2", "micro_sequences=2", "predict_ahead=1"],
+    ["shard=2", "shard_what=gradients", "micro_sequences=2"],
+    ["shard=2", "shard_what=parameters", "micro_sequences=2", "vocabulary=2500", "tied=false"],
+    ["shard=2", "shard_what=master-weights", "micro_sequences=4"],
+    ["shard=2", "shard_what=master-weights", "micro_sequences=2", "vocabulary=2500"],
 ]
 """Settings of layouts, optimizers and models of two workers."""
 FORETOLD_FAST = ("shard=2 shard_what=parameters micro_sequences=2", "float32")
@@ -328,7 +348,7 @@ def foretold() -> list[tuple[str, str]]:
 )
 def test_ranks_on_processors_hold_what_was_foretold(layout: str, precision: Any, server: ForkServer, tmp_path: Path):
     elsewhere = {"vocabulary": "model", "kind": "optimizer", "lr": "optimizer", "momentum": "optimizer"}
-    elsewhere |= dict.fromkeys(("auxiliary_heads", "predict_ahead"), "model")
+    elsewhere |= dict.fromkeys(("auxiliary_heads", "predict_ahead", "tied"), "model")
     elsewhere |= dict.fromkeys(("key_value_rank", "query_rank", "value_head_width"), "model")
     keys = [f"{elsewhere.get(one.partition('=')[0], 'layout')}.{one}" for one in layout.split()]
     _, plan = make_tiny(tmp_path, *SMALL, "layout.replicate=1", "model.vocabulary=300", *keys, precision=precision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -71,6 +72,29 @@ def test_no_step_is_faster_than_the_peak_allows():
     sharded = {"shard": 64, "shard_what": "parameters"}
     for knobs in (sharded, {"tensor": 8, "shard": 8}, {"pipeline": 8, "shard": 8, "shard_what": "optimizer"}):
         assert step_s(knobs) > needed
+
+
+def test_what_stays_gathered_is_gathered_once_a_step():
+    """Seconds of all gathers and sums, exposed or hidden, against the bytes that parallel/fully_sharded.py moves."""
+    work = replace(LLAMA_70B, batch_sequences=8 * 64)
+    # Gathers of layers, and sums, of a step of eight micro-batches.
+    often = {"master-weights": (1, 1), "gradients": (1, 8), "parameters": (16, 8)}
+    table = Candidates.from_rows([{"shard": 64, "shard_what": what, "micro_sequences": 1} for what in often])
+    priced = inputs(work, H100, table, replace(PLAIT_PROFILE, lasting_weights="once a step"))
+    found, slower = estimate_step_time(priced), priced.device_time.rates.kernels.message_units
+    spent = found.parameters + found.gradients + (1 - slower) * found.hidden_sync
+    network, tables = network_of(H100), work.embedding_parameters
+    layers = work.parameters - 2 * tables
+
+    pieces = work.layers * PLAIT_PROFILE.other.layer_pieces
+
+    def moved(kind: Literal["gather", "scatter"], size: float, messages: float) -> float:
+        return float(collective_s(network, kind, size, 64, 1, messages)[()])
+
+    lasting = moved("gather", 4 * tables, 1) + moved("gather", 2 * tables, 1)
+    passes, summed = moved("gather", 2 * layers, pieces), moved("scatter", 4 * work.parameters, pieces)
+    for time_s, (gathers, sums) in zip(spent, often.values(), strict=True):
+        assert time_s == pytest.approx(lasting + gathers * passes + sums * summed, rel=0.01)
 
 
 def test_the_items_add_up_to_the_step():

@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
+from plait.checkpoint.host_bytes import HostCopies
 from plait.data.loader import Micro
 from plait.errors import RunFailed
 from plait.launch.values.job import RankContext
@@ -159,7 +160,8 @@ def restore_and_save(context: RankContext, argument: str) -> None:
 def save_meanwhile(context: RankContext, argument: str) -> None:
     """Save in the background after each of two steps while the next goes on, in a folder where a rank may be unable to
     write the first; tells how each save ended. Where ranks are "apart", each has a folder of its own, nobody fetches
-    their parts, and that rank can write neither."""
+    their parts, and that rank can write neither. "late": as on a device whose copies are there only once
+    they are waited for."""
     asked = json.loads(argument)
     folder, new = Path(asked["folder"]), Path(asked["new"])
     apart = asked["apart"] and context.rank > 0
@@ -168,7 +170,8 @@ def save_meanwhile(context: RankContext, argument: str) -> None:
         new.mkdir()
     with assembled(context, folder, [{}]) as (assembly,):
         torch.manual_seed(context.rank)
-        saver = saver_of(assembly, new, "sent" if apart else "here", asked["generation"], context.send)
+        parts, host = "sent" if apart else "here", late_copies() if asked["late"] else None
+        saver = saver_of(assembly, new, parts, asked["generation"], context.send, host=host)
         ends, end, state, waited_s = list[SaveEnd](), None, TrainState(), 0.0
         (new / "checkpoints").mkdir(exist_ok=True)
         for step in range(3):
@@ -188,6 +191,17 @@ def save_meanwhile(context: RankContext, argument: str) -> None:
         context.send("ends", ends=told, now=asked["now"], waited_s=waited_s)
         if asked["now"]:
             saver.save_now(state)
+
+
+def late_copies() -> HostCopies:
+    """Copies as a device's stream makes them: of the numbers as they are now, readable only after a wait."""
+
+    def begin(room: Tensor, tensor: Tensor) -> Callable[[], object]:
+        as_they_are = tensor.clone()
+        room.view(-1).view(torch.uint8).fill_(0xAB)
+        return lambda: room.copy_(as_they_are)
+
+    return HostCopies(has_streams=lambda device: True, begin=begin)
 
 
 def _agreed_end(saver: CheckpointSaver, assembly: Assembly) -> SaveEnd | None:

@@ -24,12 +24,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def asked(folder: Path, new: Path, **more: object) -> str:
     new.mkdir(exist_ok=True)
     return json.dumps(
-        {"folder": str(folder), "new": str(new), "generation": 1, "fails": -1, "now": False, "apart": False, **more}
+        {
+            "folder": str(folder),
+            "new": str(new),
+            "generation": 1,
+            "fails": -1,
+            "now": False,
+            "apart": False,
+            "late": False,
+            **more,
+        }
     )
 
 
-def test_it_holds_the_bits_of_its_step_although_training_went_on(run_ranks, folder: Path, tmp_path: Path) -> None:
-    told = run_ranks("save_meanwhile", asked(folder, tmp_path / "new"), 2)
+@pytest.mark.parametrize("late", few_fast([False, True], True))
+def test_it_holds_the_bits_of_its_step_although_training_went_on(
+    run_ranks, folder: Path, tmp_path: Path, late: bool
+) -> None:
+    """Also where a device copies in its own time, into memory that the second save uses again."""
+    told = run_ranks("save_meanwhile", asked(folder, tmp_path / "new", late=late), 2)
     assert told[0]["ends"] == told[1]["ends"] == [[1, ""], [2, ""]]
     for step in (1, 2):
         still = {"folder": str(folder), "old": None, "new": str(tmp_path / f"still-{step}"), "steps": step}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from plait.planner.heterogeneous.assignment import WorkAssignment
-from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Candidates, Counts, Reals
+from plait.planner.problem.candidates import SCHEDULES, Candidates, Counts, Reals
 from plait.planner.problem.stage_partition import messages_each_way, rank_layers
 from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.stage_messages import hop_shares, slowest_hop_wait_s
@@ -174,7 +174,7 @@ def _replica_time(
     )
     computed, gathers_each = (
         np.full(len(c), assignment.sequences_per_replica[replica]),
-        c.shard_what == SHARDED_STATES.index("parameters"),
+        c.gathers_weights,
     )
     for size in np.unique(c.shard[gathers_each]):
         first = replica - replica % size
@@ -213,7 +213,7 @@ def _step_time_items(
     items |= {"host": micro.each("host") * micros / speed, "passes": passes}
     items["bubble"] = piped_s - np.add.reduce(list(items.values()))
     # Sharded parameters are gathered in each micro-batch, and every rank has as many of them.
-    gathers = np.where(c.shard_what == SHARDED_STATES.index("parameters"), n_microbatches / micro.count, 1.0)
+    gathers = np.where(c.gathers_weights, n_microbatches / micro.count, 1.0)
     # Equal shares on the slowest device would compute for longer, and hide more.
     alike, computed = (
         np.add.reduce(own)

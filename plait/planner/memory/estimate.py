@@ -16,6 +16,7 @@ from plait.planner.memory.activations import (
     split_activations,
 )
 from plait.planner.memory.rank_loads import LOADS, grouped_loads
+from plait.planner.memory.tensor_sizes import keeps_whole_gradients
 from plait.planner.memory.traced_peak import (
     MEMORY_ITEMS,
     can_trace,
@@ -27,7 +28,7 @@ from plait.planner.memory.traced_peak import (
 )
 from plait.planner.memory.update_buffers import update_bytes
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SHARDED_STATES, Candidates, Counts, Reals
-from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.software_profile import SoftwareProfile, keeps_weights_gathered, splits_weights
 from plait.planner.problem.stage_partition import expert_shard_ranks, layer_parameters, micro_batches_per_step
 from plait.planner.problem.trained_weights import (
     adapter_parameters,
@@ -126,7 +127,7 @@ def _reserved(allocated: Reals, w: Workload, c: Candidates, profile: SoftwarePro
 def _fuller_end(items: Mapping[str, Reals], w: Workload, c: Candidates, profile: SoftwareProfile) -> dict[str, Reals]:
     """The fuller end of the backward pass where a step has one and no gradients wait between steps: at its beginning
     there are none, at its end neither activations nor logits."""
-    own = (c.weight_copies == 1) | c.is_fully_sharded & (c.weight_copies == c.shard)
+    own = (c.weight_copies == 1) | splits_weights(c, profile) & (c.weight_copies == c.shard)
     once = own & (c.pipeline == 1) & (micro_batches_per_step(w, c) <= 1) & profile.frees_gradients
     early = items["activations"] + items["logits"] >= items["gradients"]
     gone = {"gradients": once & early, "activations": once & ~early, "logits": once & ~early}
@@ -149,13 +150,12 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     learns = trained_table_parameters(w) / c.tensor
     table, tokens, ranks = w.embedding_parameters / c.tensor, local_tokens(w, c), shard_group_size(c, profile)
     rule, number = c.shard_what, w.element_bytes
-    split = {
-        what: np.where(rule >= SHARDED_STATES.index(what), ranks, 1)
-        for what in ("optimizer", "gradients", "parameters")
-    }
+    split = {what: np.where(rule >= SHARDED_STATES.index(what), ranks, 1) for what in ("optimizer", "gradients")}
+    split["parameters"] = np.where(splits_weights(c, profile), ranks, 1)
+    split["gradients"] = np.where(keeps_whole_gradients(w, c), 1, split["gradients"])
     # Experts' copies are fewer than the rest's: what is sharded of them is split over fewer ranks.
     own = {what: expert_shard_ranks(w, c, some) for what, some in split.items()}
-    fully = rule == SHARDED_STATES.index("parameters")
+    fully, stays = splits_weights(c, profile), keeps_weights_gathered(c, profile)
     # Where parameters have 16 bits the optimizer keeps them once more in 32; in float32 they are the same.
     each = max(profile.weight_bytes, number)
     twice = each < 4
@@ -169,9 +169,11 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         for moments in (w.moments, w.layer_moments)
     )
     gathered = w.matrix_bytes * (common + experts) + number * adapters
-    ahead = profile.layers_ahead * (gathered + profile.gradient_bytes / 2 * (trained + trained_experts))
+    whole_gradients = profile.gradient_bytes / 2 * (trained + trained_experts)
+    ahead = profile.layers_ahead * (np.where(stays, 0.0, gathered) + whole_gradients)
     _, largest = dequantized_parameters(w, c)
     kept, again = kept_and_repeated(w, c, profile)
+    rounded_head = fully & w.rounds_gathered_head & (stays | (profile.lasting_weights == "once a step"))
     return {
         ("parameters", "layers"): weight * adapters
         + of_layers * (common / split["parameters"] + experts / own["parameters"]),
@@ -182,13 +184,15 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         ("optimizer", "layers"): state_of_layers * (trained / split["optimizer"] + trained_experts / own["optimizer"]),
         ("optimizer", "tables"): state * learns / split["optimizer"],
         ("gathered", "once"): np.where(fully, ahead, 0.0),
+        ("gathered", "layers"): np.where(stays, gathered, 0.0),
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
+        ("gathered", "head"): np.where(rounded_head, (number - profile.gathered_table_bytes) * table, 0.0),
         ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (adapters if w.is_frozen else held),
         ("activations", "split"): split_activations(w, c),
         ("activations", "once"): again + (number + READING_BYTES) * largest + block_bytes(w, c, UNFUSED_SCORES),
         ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
         * (profile.logit_copies_bytes + CAPPED_LOGIT_BYTES * w.capped_logits)
-        + _head_copies(w, profile) * table,
+        + (_head_copies(w, profile) - number * (rounded_head & (not w.is_frozen))) * table,
         ("fixed", "once"): profile.fixed_bytes + np.where(rule > 0, profile.other.bucket_bytes, 0.0),
     }
 
@@ -198,7 +202,7 @@ def _rounded_weights(w: Workload, c: Candidates, profile: SoftwareProfile) -> Re
     such copies themselves, and a layer that is computed again rounds its weights again."""
     again = c.recompute != RECOMPUTE_MODES.index("none")
     keeps = profile.rounded_weights == "of all layers" and w.element_bytes < profile.weight_bytes
-    return np.where(c.is_fully_sharded | again, 0.0, w.element_bytes * keeps)
+    return np.where(splits_weights(c, profile) | again, 0.0, w.element_bytes * keeps)
 
 
 def _head_copies(w: Workload, profile: SoftwareProfile) -> float:

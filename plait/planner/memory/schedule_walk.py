@@ -52,6 +52,8 @@ class PipelineStages:
     """Depths of prediction ahead, on the last stage."""
     gathered: float = 0.0
     """Layers whose sharded weights are gathered at a time."""
+    keeps_gathered: bool = False
+    """Whether these stay gathered from the step's first forward to its last backward."""
 
     @property
     def last(self) -> int:
@@ -131,8 +133,8 @@ class _Walk:
 
     @property
     def _freed_after_forward(self) -> float:
-        """Gathered layers that are freed before the loss: a pipeline keeps them from micro-batch to micro-batch."""
-        return self._stages.gathered if self._stages.last == 0 else 0.0
+        """Gathered layers that are freed before the loss."""
+        return 0.0 if self._stages.keeps_gathered else self._stages.gathered
 
     def backward(self, action: Action) -> None:
         """Backward pass of a stage; in a split backward pass, without the gradients of the weights."""

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.planner.memory.activations import HOST_UNFUSED_SCORES, block_bytes, kept_logsumexps
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Candidates, Counts, Reals
+from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.problem.trained_weights import adapter_parameters, dequantized_parameters, local_target_sizes
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
@@ -83,7 +85,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     sums = kept_logsumexps(w, c) + FLOAT32_BYTES * local_tokens(w, c) * (2 + w.post_norms) / t
     wide_kept = 4 if w.gated else 2  # SwiGLU: gate, up, silu(gate) and their product; else up and its activation
     own = _weight_sizes(w, c)
-    fully = c.is_fully_sharded
+    fully = c.gathers_weights
     # Gathered weights are rounded already, and a deferred product rounds its weight for itself alone.
     deferred = c.schedule == SCHEDULES.index("zero-bubble")
     rounded = np.where(fully | deferred | (not narrow), 0.0, own["layer_trained"] / 2)
@@ -118,7 +120,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         + read,
         backward=stream + gathered + wide_kept / 2 * wide + recomputed + rounded - layer + product * narrow + read,
         scores=_scores(w, t, local_tokens(w, c)),
-        loss_copies=(product + _head_copies(own)) * narrow,
+        loss_copies=(product + _head_copies(own) - fully * w.rounds_gathered_head * own["table"] / 2) * narrow,
         rounded_once=np.where(none, 0.0, rounded),
         **own,
     )
@@ -145,8 +147,8 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     trained = adapters if w.is_frozen else weights
     table = FLOAT32_BYTES * w.embedding_parameters / t
     learns = 0.0 * table if w.is_frozen else table
-    fully = c.is_fully_sharded
-    split = np.where(fully, c.shard, 1)
+    fully = c.gathers_weights
+    split = np.where(fully & ~keeps_whole_gradients(w, c), c.shard, 1)
     sides = [w.adapter_rank * np.maximum(*both) for both in local_target_sizes(w, c)]
     attention = w.latent.widest if w.latent else w.width * w.heads * w.head_width
     widest = np.maximum.reduce(sides) if sides else max(w.width * w.ffn, attention) / t
@@ -162,6 +164,11 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
         "layer_weights": weights,
         "gathered_weights": w.matrix_bytes * matrices + w.element_bytes * adapter_parameters(w, c),
     }
+
+
+def keeps_whole_gradients(w: Workload, c: Candidates) -> NDArray[np.bool_]:
+    """Mask of candidates that split weights and keep whole gradients, in float32, from one micro-batch to the next."""
+    return c.sums_once & (micro_batches_per_step(w, c) > 1)
 
 
 def _head_copies(own: Mapping[str, Reals]) -> Reals:

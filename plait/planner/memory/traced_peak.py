@@ -107,7 +107,7 @@ def resident_bytes(
 def imported_bytes(workload: Workload, c: Candidates) -> Reals:
     """Parts of torch that a worker imports for its layout; `modules_needed` in commands/planning/workers.py has them
     imported once, before workers are forked."""
-    compiler = c.is_fully_sharded | (c.recompute != RECOMPUTE_MODES.index("none")) | (workload.experts > 0)
+    compiler = c.gathers_weights | (c.recompute != RECOMPUTE_MODES.index("none")) | (workload.experts > 0)
     return np.where(compiler, COMPILER_BYTES, (c.pipeline > 1) * SYMBOLIC_SHAPES_BYTES)
 
 
@@ -126,21 +126,22 @@ def _ranks_to_walk(workload: Workload, alike: Candidates) -> tuple[int, ...]:
 def _groups_with_equal_actions(workload: Workload, c: Candidates) -> list[Counts]:
     """Indices of candidates whose ranks carry out the same list of actions and sum gradients over ranks in the same
     way, together."""
-    columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), c.weight_copies > 1, c.is_fully_sharded)
+    split = np.where(c.gathers_weights, c.shard_what, 0)
+    columns = (c.pipeline, c.virtual, c.schedule, _micros(workload, c), c.weight_copies > 1, split)
     return group_equal_columns(np.stack([np.asarray(column, dtype=np.int64) for column in columns]))
 
 
 def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bool) -> dict[str, Reals]:
     """What is found on a pipeline's rank, for candidates that `_groups_with_equal_actions` has put together."""
-    pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(c.is_fully_sharded[0])
+    pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(c.gathers_weights[0])
     flat = int(c.weight_copies[0]) > 1 and not fully
     unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully and not w.is_frozen
     keeps_ends = keeps_ends and not w.heads_after
     each = stages_of(w, pipeline * virtual, c.layer_split)
     layers_of = (*each[:-1], each[-1] + w.layers_and_depths - w.layers)
     layers = sum(layers_of[rank::pipeline])
-    # A pipeline would gather for each micro-batch.
-    gathered = min(LAYERS_GATHERED_AT_ONCE, layers) if pipeline == 1 else layers
+    lasts = pipeline > 1 or not c.is_fully_sharded[0]  # parallel/fully_sharded.py
+    gathered = layers if lasts else min(LAYERS_GATHERED_AT_ONCE, layers)
     stages = PipelineStages(
         layers=layers_of,
         tied=w.tied,
@@ -149,6 +150,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         middle_heads=layers_behind_heads(w, each) if w.heads_after else (),
         ahead=w.predict_ahead,
         gathered=gathered * fully,
+        keeps_gathered=lasts,
     )
     schedule, micros = SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
@@ -158,6 +160,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     has_head = stages.last in own_stages and not (w.tied and 0 in own_stages)
     tables = (n_tables - has_head) * p.table_weights + has_head * p.head_weights
     learning_tables = n_tables * p.table
+    gathered_tables = tables - (has_head and w.rounds_gathered_head and not w.is_frozen) * p.head_weights / 2
     weights = layers * p.layer_weights + tables
     own = (layers * p.layer_trained + learning_tables) / c.shard
     moments = (w.layer_moments * layers * p.layer_trained + w.moments * learning_tables) / c.shard
@@ -176,7 +179,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         "parameters": weights / c.shard if fully else weights,
         "gradients": held[0] + in_buckets + received + travelling,
         "optimizer": moments - w.moments * kept,
-        "gathered": fully * tables + held[4],
+        "gathered": fully * gathered_tables + held[4],
         "activations": held[1] * beyond,
         "logits": held[2],
         "fixed": held[3],

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.layout import AXES
-from plait.planner.problem.candidates import SHARDED_STATES
+from plait.planner.problem.software_profile import keeps_weights_gathered, splits_weights
 from plait.planner.problem.workload import Workload
 from plait.planner.search.found import Search
 
@@ -54,17 +54,18 @@ def _mesh(found: Search, index: int, zones: Sequence[str]) -> NDArray[np.str_]:
 
 
 def _around_rings(found: Search, index: int, zones: Sequence[str], parameters: int) -> Iterator[tuple[ZonePair, float]]:
-    row, mesh, workload, profile = (
-        found.candidates.row(index),
-        _mesh(found, index, zones),
-        found.workload,
-        found.profile,
-    )
+    mesh, workload, profile = _mesh(found, index, zones), found.workload, found.profile
     pipeline, replicate, shard, context, tensor = mesh.shape
     numbers = parameters / (pipeline * tensor)
     gathered, summed = workload.element_bytes * numbers, profile.gradient_message_bytes * numbers
-    often = int(found.n_microbatches[index]) if row["shard_what"] == SHARDED_STATES[-1] else 1
-    within = often * (2 * gathered + summed) if row["shard_what"] == SHARDED_STATES[-1] else gathered + summed
+    within = gathered + summed
+    one = found.candidates.select(np.array([index]))
+    if splits_weights(one, profile)[0]:
+        tables = (1 if workload.tied else 2) * workload.element_bytes * workload.embedding_parameters / tensor
+        once = tables if profile.lasting_weights == "once a step" else 0.0
+        once = gathered if keeps_weights_gathered(one, profile)[0] else once
+        micros = int(found.n_microbatches[index])
+        within = micros * 2 * (gathered - once) + (1 if one.sums_once[0] else micros) * summed + once
     for p, t in np.ndindex(pipeline, tensor):
         if shard > 1:
             for r in range(replicate):

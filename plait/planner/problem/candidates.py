@@ -14,14 +14,14 @@ from plait.layout import AXES, Layout, Recompute, Schedule
 Counts = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
-ShardedState = Literal["nothing", "optimizer", "gradients", "parameters"]
-"""The states that ranks along `shard` split in published runs; plait itself runs all but "gradients"."""
+ShardedState = Literal["nothing", "optimizer", "gradients", "parameters", "master-weights"]
+"""The states that ranks along `shard` split: ZeRO's stages 0 to 3, and what plait has beside them."""
 
 LayerSplit = Literal["balanced", "published"] | tuple[int, ...]
 """How layers are divided among pipeline stages: "balanced" as plait runs them, "published" as published programs
 divide them, or the layers of each stage as a person names them."""
 
-SHARDED_STATES: tuple[ShardedState, ...] = ("nothing", "optimizer", "gradients", "parameters")
+SHARDED_STATES: tuple[ShardedState, ...] = ("nothing", "optimizer", "gradients", "parameters", "master-weights")
 RECOMPUTE_MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 """The three named knobs; a candidate holds a name's index."""
@@ -73,6 +73,17 @@ class Candidates:
     def is_fully_sharded(self) -> NDArray[np.bool_]:
         """Whether each rank holds a part of the parameters."""
         return (self.shard > 1) & (self.shard_what == SHARDED_STATES.index("parameters"))
+
+    @property
+    def gathers_weights(self) -> NDArray[np.bool_]:
+        """Whether each rank holds rows of the weights and gathers the others', as plait runs the layout; other programs
+        that split gradients hold all weights."""
+        return (self.shard > 1) & (self.shard_what >= SHARDED_STATES.index("gradients"))
+
+    @property
+    def sums_once(self) -> NDArray[np.bool_]:
+        """Whether ranks that hold rows of the weights sum their gradients once a step."""
+        return (self.shard > 1) & (self.shard_what == SHARDED_STATES.index("master-weights"))
 
     def select(self, index: Counts | NDArray[np.bool_]) -> Candidates:
         """The candidates at the given places or where the mask holds."""

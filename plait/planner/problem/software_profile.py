@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from plait.machines.cluster import Cluster
 from plait.planner.calibration.constants import constant, constant_fields
 from plait.planner.calibration.factors import UNCALIBRATED, Calibration
+from plait.planner.problem.candidates import Candidates
 from plait.planner.problem.other_programs import PLAIT_ITSELF, OtherProgram
 
 _DEFAULTS = constant_fields("software_profile")
@@ -95,6 +99,9 @@ class SoftwareProfile:
     a step's tokens. It applies only where no other rank holds the table."""
     hides_parameters: float = _DEFAULTS["hides_parameters"]
     """Share of the arithmetic that gathers of sharded parameters may run under."""
+    lasting_weights: Literal["for each pass", "by the layout", "once a step"] = "for each pass"
+    """How often sharded weights are gathered: "by the layout" once a step where it splits gradients or master weights;
+    "once a step" those, too, that stay gathered anyway, vocabulary tables and all of them in a pipeline."""
     hides_scatters: bool = True
     """Whether reduce-scatters of sharded parameters' gradients may run under arithmetic, too."""
     hides_experts: float = _DEFAULTS["hides_experts"]
@@ -198,6 +205,19 @@ class SoftwareProfile:
         )
 
 
+def splits_weights(c: Candidates, profile: SoftwareProfile) -> NDArray[np.bool_]:
+    """Mask of candidates whose ranks hold rows of the weights and gather the others'. Other programs that split
+    gradients hold all weights."""
+    return c.is_fully_sharded if profile.lasting_weights == "for each pass" else c.gathers_weights
+
+
+def keeps_weights_gathered(c: Candidates, profile: SoftwareProfile) -> NDArray[np.bool_]:
+    """Mask of candidates that split weights and keep all layers gathered from a step's first forward to its last
+    backward."""
+    lasts = (c.pipeline > 1) & (profile.lasting_weights == "once a step") | ~c.is_fully_sharded
+    return splits_weights(c, profile) & lasts & (profile.lasting_weights != "for each pass")
+
+
 # plait's own: no measurement of it went in yet but what its code does (loss in pieces, sums under the backward pass,
 # shards over their own axis alone); its kernels are torch's, so it reaches with them what other torch programs do.
 PLAIT_PROFILE = SoftwareProfile(
@@ -206,6 +226,8 @@ PLAIT_PROFILE = SoftwareProfile(
     head_gradient="in the loss",
     frees_gradients=True,
     rounded_weights="of all layers",
+    # Tables and pipelines are gathered once a step as well; priced as if they were not, so a little too dear.
+    lasting_weights="by the layout",
     stage_transfer="float32",
     expert_sends="once an expert",
     launch_mode="replayed alone",

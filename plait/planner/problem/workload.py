@@ -208,6 +208,13 @@ class Workload:
         return 1 + len(self.heads_after) + self.predict_ahead
 
     @property
+    def rounds_gathered_head(self) -> bool:
+        """Whether a sharded output matrix is gathered in 16 bits: one that only the loss of the next token works with
+        (parallel/fully_sharded.py)."""
+        separate = not self.tied and not self.heads_after and not self.predict_ahead
+        return separate and self.element_bytes == 2 and (self.precision == "bf16" or self.is_frozen)
+
+    @property
     def batch_tokens(self) -> int:
         """Tokens of one step."""
         return self.batch_sequences * self.sequence

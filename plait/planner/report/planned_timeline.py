@@ -71,8 +71,8 @@ def _rank_spans(plan: Plan, items: StepItems, rank: int) -> list[TimelineSpan]:
 
 
 def _gathers_in_passes(layout: Layout) -> bool:
-    """Whether weights are gathered and gradients summed in each pass instead of once a step."""
-    return layout.shard > 1 and layout.shard_what == "parameters" and layout.pipeline == 1
+    """Whether gradients are summed, and weights gathered, in each pass instead of once a step."""
+    return layout.gathers_weights and layout.shard_what != "master-weights" and layout.pipeline == 1
 
 
 def _work(kind: StepWork, start_s: float, end_s: float, *, stage: int = -1, micro: int = -1) -> TimelineSpan:
@@ -91,11 +91,12 @@ def _in_turn(plan: Plan, items: StepItems, rank: int) -> Iterator[TimelineSpan]:
     that all finish together."""
     sizes = [size or 1 for size in _micro_sizes_of(plan, rank)]
     layout, start_s = plan.placement.layout, 0.0
-    # Weights for each forward and each backward, and a sum after that, of about as many bytes.
-    third_s = items.messages_s / 3 if _gathers_in_passes(layout) else 0.0
+    # Weights for each forward and each backward, and a sum after that, of about as many bytes; or sums alone.
+    messages_s = items.messages_s if _gathers_in_passes(layout) else 0.0
+    third_s = messages_s / 3 if layout.shard_what == "parameters" else 0.0
     gathers: dict[StepWork, list[tuple[MessageKind, float]]] = {
         "forward": [("weights", third_s)],
-        "backward": [("weights", third_s), ("gradient sum", third_s)],
+        "backward": [("weights", third_s), ("gradient sum", messages_s - 2 * third_s)],
     }
     for number, size in enumerate(sizes):
         share = size / sum(sizes)

@@ -31,6 +31,10 @@ SCHEDULE_WITHOUT_PIPELINE = (
     'layout.schedule = "{schedule}" is the order of work in a pipeline, and [layout] names none; set layout.pipeline '
     "above 1, too, or leave the schedule out"
 )
+ROUNDED_SUMS = (
+    'layout.shard_what = "master-weights" would add up the gradients of micro-batches in the bf16 of '
+    'train.gradient_transfer; leave train.gradient_transfer out, or choose layout.shard_what = "optimizer"'
+)
 
 
 def named_degrees(config: RunConfig) -> Layout | None:
@@ -95,6 +99,8 @@ def constraints_of(config: RunConfig, shape: ModelShape, batch_sequences: int) -
     If a pipeline is named, so is its order: "auto" then means the default.
     """
     constraints = open_constraints(config)
+    if config.layout.shard_what == "master-weights" and config.train.gradient_transfer == "bf16":
+        raise PlaitError(ROUNDED_SUMS)
     if constraints.degrees:
         check_schedule(config, constraints.degrees)
     if not constraints.degrees and not constraints.stage_layers:

@@ -43,6 +43,11 @@ COMPLEXITY_TABLE: tuple[ComplexityRow, ...] = (
     ),
     ComplexityRow(
         points=2,
+        what="gradients or master weights split over copies (ZeRO-2, ZeRO-1)",
+        holds=lambda c, _: c.gathers_weights & ~c.is_fully_sharded,
+    ),
+    ComplexityRow(
+        points=2,
         what="parameters split over copies (FSDP)",
         holds=lambda c, _: c.shard_what == SHARDED_STATES.index("parameters"),
     ),

@@ -167,8 +167,9 @@ def _options(
     experts = [int(named)] if named else divisors(experts_and_ranks(w, degrees))
     combinations = []
     for (shard, what), (virtual, schedule) in product(splits, orders):
+        run_as = what if what != "gradients" or profile.lasting_weights != "for each pass" else "optimizer"
         if _clash(
-            min(degrees.pipeline, 2), min(shard, 2), min(degrees.context, 2), min(degrees.tensor, 2), what, schedule
+            min(degrees.pipeline, 2), min(shard, 2), min(degrees.context, 2), min(degrees.tensor, 2), run_as, schedule
         ):
             refused[INCOMPATIBLE_SPLITS] += len(micros) * len(experts)
         else:
@@ -213,7 +214,7 @@ def _options(
 def _gathers_a_shared_table(w: Workload, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     """Mask of layouts whose stages share an output matrix that each gathers: INCOMPATIBLE."""
     apart = (columns["virtual"] > 1) & (columns["shard"] > 1) & (w.heads_in_all > 1)
-    return apart & (columns["shard_what"] == SHARDED_STATES.index("parameters"))
+    return apart & (columns["shard_what"] >= SHARDED_STATES.index("gradients"))
 
 
 def _outgrows_caches(w: Workload, columns: Mapping[str, np.ndarray], profile: SoftwareProfile) -> np.ndarray:
@@ -281,7 +282,7 @@ def _pinned(constraints: Constraints, knob: str, names: Sequence[str]) -> list[i
 def _clash(pipeline: int, shard: int, context: int, tensor: int, what: str, schedule: str) -> bool:
     """Whether INCOMPATIBLE forbids it; axes count as there (2) or not (1)."""
     plain = Layout(pipeline=pipeline, shard=shard, context=context, tensor=tensor)
-    split = what if what in ("optimizer", "parameters") else "optimizer"
+    split = "optimizer" if what == "nothing" else what
     return not is_possible(replace(plain, shard_what=split, schedule=schedule))
 
 

@@ -13,7 +13,7 @@ from plait.planner.heterogeneous.device_speeds import device_speeds_of
 from plait.planner.heterogeneous.unequal_pipeline import simulated_unequal_s
 from plait.planner.heterogeneous.unequal_step_time import bottleneck
 from plait.planner.memory.estimate import estimate_memory
-from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
+from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.cost_inputs import CostInputs
@@ -78,7 +78,7 @@ def _needs_more_micro_batches(group: CandidateGroup) -> NDArray[np.bool_]:
     if group.n_microbatches is None or group.assignment is None:
         return np.zeros(len(c), dtype=bool)
     usual = -(-max(group.assignment.sequences_per_replica) // c.micro_sequences)
-    return (group.n_microbatches > usual) & (c.shard_what == SHARDED_STATES.index("parameters"))
+    return (group.n_microbatches > usual) & c.gathers_weights
 
 
 def _simulated(inputs: CostInputs, group: CandidateGroup) -> Reals:

@@ -21,6 +21,7 @@ _DATA = {
     "optimizer": "copies that split the optimizer state (ZeRO-1)",
     "gradients": "copies that split gradients and optimizer state (ZeRO-2)",
     "parameters": "parameters split and gathered layer by layer (FSDP)",
+    "master-weights": "copies that split master weights and optimizer state (ZeRO-1)",
 }
 _CUTS = {
     "tensor": "matrices cut across devices (tensor)",
@@ -101,6 +102,12 @@ def _shard_sentence(shard: int, what: str, cuts: int) -> str:
         return (
             f"shard (FSDP, fully sharded data parallel) {shard}: each of {shard} devices keeps 1/{shard} of the "
             f"parameters, gradients and optimizer state of {model}, and gathers a layer when it computes it"
+        )
+    if what in ("gradients", "master-weights"):
+        states = "parameters, gradients and" if what == "gradients" else "master weights and"
+        return (
+            f"shard ({shard_abbreviation(what)}) {shard}: each of {shard} devices keeps 1/{shard} of the {states} "
+            f"optimizer state of {model}, and gathers its weights once a step"
         )
     kept = "the whole model" if cuts == 1 else f"the same part of the model (1/{cuts} of it)"
     return (

@@ -153,14 +153,10 @@ def _check_stages(layout: Layout, shape: ModelShape) -> None:
             f'{layout.virtual_stages} stages on a worker need layout.schedule = "interleaved", '
             f'not "{layout.schedule}"; change it, or give each worker one stage'
         )
-    if (
-        layout.virtual_stages > 1
-        and shape.objectives.weights
-        and layout.shard_what == "parameters"
-        and layout.shard > 1
-    ):
+    if layout.virtual_stages > 1 and shape.objectives.weights and layout.gathers_weights:
         raise PlaitError(
-            'several stages on a worker use one output matrix for their heads, which layout.shard_what = "parameters" '
+            "several stages on a worker use one output matrix for their heads, which "
+            f'layout.shard_what = "{layout.shard_what}" '
             'gathers for each stage apart; choose layout.shard_what = "optimizer", or layout.schedule = "1f1b"'
         )
     if layout.virtual_stages == 1 and layout.schedule == "interleaved":
@@ -177,7 +173,7 @@ def layout_of_candidate(candidates: Candidates, index: int, stage_layers: tuple[
     return replace(
         degrees,
         expert=int(candidates.expert[index]),
-        shard_what="parameters" if what == "parameters" else "optimizer",
+        shard_what="optimizer" if what == "nothing" else what,
         schedule=SCHEDULES[int(candidates.schedule[index])] if degrees.pipeline > 1 else "1f1b",
         stage_layers=stage_layers,
         recompute=RECOMPUTE_MODES[int(candidates.recompute[index])],

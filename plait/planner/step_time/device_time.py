@@ -13,7 +13,7 @@ import numpy as np
 from plait.machines.cluster import Cluster
 from plait.machines.measured import MeasuredDevice, Measurements
 from plait.planner.calibration.constants import constant
-from plait.planner.problem.candidates import SHARDED_STATES, Candidates, Counts, Reals
+from plait.planner.problem.candidates import Candidates, Counts, Reals
 from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.problem.trained_weights import (
@@ -27,7 +27,6 @@ from plait.planner.step_time.device_rates import DeviceRates, device_rates
 from plait.planner.step_time.roofline import LayerTime, head_time, layer_time, local_tokens, product_s
 
 ZEROING = constant("zeroing_over_adding")
-GATHERED = SHARDED_STATES.index("parameters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +138,7 @@ def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Cand
     streamed = tokens / np.where(candidates.sequence_parallel > 0, tensor, 1), w.width, w.ffn
     micros = micro_batches_per_step(w, candidates)
     # Gradients that are summed over ranks are added to zeros in their buckets; others stay where the first one is.
-    summed = (candidates.devices > candidates.pipeline * candidates.tensor) & (candidates.shard_what != GATHERED)
+    summed = (candidates.devices > candidates.pipeline * candidates.tensor) & ~candidates.gathers_weights
     passes = np.where(summed, micros + ZEROING, micros - 1.0) / micros
     added = passes * measured_compute.accumulate_s(measured, np.add(*trained_layer_parameters(w, candidates)))
     return LayerTime(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from plait.planner.problem.candidates import SCHEDULES, SHARDED_STATES, Reals
+from plait.planner.problem.software_profile import keeps_weights_gathered, splits_weights
 from plait.planner.problem.stage_partition import (
     data_ranks_of_expert_group,
     expert_shard_ranks,
@@ -21,6 +22,8 @@ from plait.planner.step_time.cost_inputs import CostInputs
 from plait.planner.step_time.network_model import Collective, collective_s, stage_message_s
 from plait.planner.step_time.roofline import LayerTime, local_tokens, shard_group_size
 
+EXACT_BYTES = 4
+"""Bytes of a number that is gathered as it is kept, in float32."""
 LAST_BUCKET_BYTES = 2**20
 """Smallest size in bytes of the last gradient bucket (parallel/gradient_buckets.py)."""
 
@@ -41,7 +44,7 @@ def data_parallel_sync_s(
     one = common + experts
     pieces = layers * profile.other.layer_pieces
     apart = stride * c.context // (sharded // c.shard)  # distance between two ranks of a shard group
-    fully = c.shard_what == SHARDED_STATES.index("parameters")
+    fully, stays = splits_weights(c, profile), keeps_weights_gathered(c, profile)
 
     over = data_ranks_of_expert_group(inputs.workload, c)
     expert_group = expert_shard_ranks(inputs.workload, c, group)
@@ -64,26 +67,48 @@ def data_parallel_sync_s(
     )
     summed = _all_reduce_s(inputs, common / group, experts / expert_group, pieces)
     window = profile.hides_parameters
-    halfway = c.shard_what == SHARDED_STATES.index("gradients")
+    halfway = (c.shard_what == SHARDED_STATES.index("gradients")) & ~fully
     # Parameters sharded: gathered for each pass of each micro-batch, gradients scattered after each.
     one_layer = np.maximum(1 / np.maximum(layers, 1), 1 - inputs.largest_overlap)
-    each_forward = np.maximum(gather - window * forward, gather * one_layer)
+    passing, at_first, once = gather, np.zeros(len(c)), np.zeros(len(c))
+    if profile.lasting_weights != "for each pass":
+        tables_last = stays | (profile.lasting_weights == "once a step")
+        embedding, head = (np.where(tables_last, one, 0.0) for one in _lasting_tables(inputs))
+        layers_s = moved("gather", inputs.workload.element_bytes, gathered - embedding - head)
+        passing = np.where(stays, 0.0, layers_s)
+        # The first forward begins with the embedding; all else travels under it.
+        at_first = collective_s(inputs.network, "gather", EXACT_BYTES * embedding, group, apart, 1.0)
+        head_bytes = inputs.workload.element_bytes if inputs.workload.rounds_gathered_head else EXACT_BYTES
+        head_s = collective_s(inputs.network, "gather", head_bytes * head, group, apart, 1.0)
+        once = np.where(tables_last, at_first + head_s, 0.0) + np.where(stays, layers_s, 0.0)
+        first_layers_s = np.maximum(layers_s - window * forward, layers_s * one_layer)
+        at_first = np.where(tables_last, at_first, 0.0) + np.where(stays, first_layers_s, 0.0)
+    each_forward = np.maximum(passing - window * forward, passing * one_layer)
     if profile.hides_scatters:
-        each_backward = np.maximum(gather + scatter - window * backward, scatter * one_layer)
+        each_backward = np.maximum(passing + scatter - window * backward, scatter * one_layer)
     else:
-        each_backward = scatter + np.maximum(gather - window * backward, gather * one_layer)
+        each_backward = scatter + np.maximum(passing - window * backward, passing * one_layer)
     last = np.maximum(_last_bucket_share(inputs, one, layers), 1 - inputs.largest_overlap)
     late = np.maximum(scatter + summed - profile.hides_gradients * backward, (scatter + summed) * last)
     early = np.maximum(gather - profile.hides_updates * forward, gather * last)
-    parameters = np.where(fully, n_microbatches * each_forward, np.where(c.shard_what > 0, early, 0.0))
-    gradients = np.where(fully, n_microbatches * each_backward + summed * (1 - profile.hides_gradients), late)
+    sums = np.where(c.sums_once, 1.0, n_microbatches)
+    parameters = np.where(fully, n_microbatches * each_forward + at_first, np.where(c.shard_what > 0, early, 0.0))
+    gradients = np.where(fully, sums * each_backward + summed * (1 - profile.hides_gradients), late)
     gradients = np.where(
         halfway, gradients + (n_microbatches - 1) * np.maximum(scatter - window * backward, 0.0), gradients
     )
-    total = np.where(fully, n_microbatches * (2 * gather + scatter) + summed, gather + scatter + summed)
+    total = np.where(fully, n_microbatches * 2 * passing + sums * scatter + once + summed, gather + scatter + summed)
     hidden = np.maximum(total - parameters - gradients, 0.0)
     slowed = inputs.device_time.rates.kernels.message_units if inputs.network.measured is None else 0.0
     return parameters, gradients + slowed * hidden, hidden
+
+
+def _lasting_tables(inputs: CostInputs) -> tuple[Reals, Reals]:
+    """Numbers of the embedding and of an output matrix of its own on a rank, where it has no pipeline to keep all
+    else gathered, too."""
+    w, c = inputs.workload, inputs.candidates
+    table = np.where(c.pipeline == 1, w.embedding_parameters / c.tensor, 0.0)
+    return table, 0.0 * table if w.tied else table
 
 
 def tied_embedding_sync_s(inputs: CostInputs, forward_s: Reals, n_microbatches: Reals) -> Reals:

@@ -251,7 +251,7 @@ def attach_meter(assembly: Assembly, clock: StepClock, progress: ProgressReport 
     """This rank's assembly with a meter in it, and the meter; call it before the first step. The phases of a step go to
     `progress`."""
     plan, sharded = assembly.plan, assembly.model
-    lockstep = plan.placement.layout.shard > 1 and plan.placement.layout.shard_what == "parameters"
+    lockstep = plan.placement.layout.gathers_weights
     meter = Meter(clock, _FORWARDS[plan.placement.layout.recompute] if lockstep else None, progress)
     if lockstep and measures_waits(plan):
         _watch_forwards(sharded, meter, plan.arithmetic.compile)

@@ -6,17 +6,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from plait.checkpoint.arrival import await_parts, refuse_part
 from plait.checkpoint.durable import NoRoom, is_full_disk
 from plait.checkpoint.generation import require_newest
+from plait.checkpoint.host_bytes import HostCopies
 from plait.checkpoint.store import checkpoint_for, publish, staging_for
 from plait.checkpoint.transfer import TensorSlice, WritePart, write_rank
 from plait.errors import PlaitError, RunFailed
@@ -119,12 +121,14 @@ class CheckpointSaver:
         reports: SaverReports = _NO_REPORTS,
         try_for_s: float = _TRY_FOR_S,
         write_part: WritePart = write_rank,
+        host: HostCopies | None = None,
     ) -> None:
         self._assembly, self._folder, self._world, self._carrier = assembly, folder, world, carrier
         self._reports, self._try_for_s, self._write_part = reports, try_for_s, write_part
         self.fence, self._generation, self._copies = fence, generation, copies
         self._now: _Writing | None = None
         self._agreed = NOTHING
+        self._host = host or HostCopies()
 
     @property
     def status(self) -> int:
@@ -142,8 +146,8 @@ class CheckpointSaver:
         return self._ended(self._now, time.monotonic()) if self._agreed == NOTHING else self.finish()
 
     def begin(self, state: TrainState) -> None:
-        """Copy this rank's part of a state, and have a thread save it. Every rank must call it; blocks for the copy, or
-        for the whole save where there is no memory for copies.
+        """Copy this rank's part of a state, and have a thread save it. Every rank must call it. Blocks for the copy,
+        unless a device makes it in its own time (HostCopies); for the whole save where there is no memory for copies.
 
         No other save may go on. Raises RunFailed on every rank where a value is not finite.
         """
@@ -259,8 +263,8 @@ class CheckpointSaver:
         now.total_bytes = int(self._world(torch.tensor([own]))[0])
         self._now, self._agreed = now, WRITING
         done: Literal["copies", "as it is"] = "as it is" if is_short else how
-        write, what = (self._write_copies, self._copied(now, slices)) if done == "copies" else (self._write, slices)
-        now.thread = threading.Thread(target=write, args=(now, what), name="save", daemon=True)
+        write = partial(self._write, now, slices) if done == "as it is" else self._copied(now, slices)
+        now.thread = threading.Thread(target=write, name="save", daemon=True)
         now.thread.start()
         now.blocked_s = time.monotonic() - began_s
         return done
@@ -269,7 +273,7 @@ class CheckpointSaver:
         """Whether this rank's host lacks the memory for copies; those that survive the worker have theirs already."""
         if self._makes_copies:
             return False
-        nbytes = sum(one.tensor.nbytes for some in slices.values() for one in some)
+        nbytes = self._host.new_bytes(_tensors_of(slices))
         sharers = self._assembly.plan.workers_beside(self._world.index)
         return nbytes * sharers > (1 - MEMORY_KEPT) * free_memory_bytes()
 
@@ -277,16 +281,23 @@ class CheckpointSaver:
     def _makes_copies(self) -> bool:
         return self._copies is not None and self._copies.are_prepared
 
-    def _copied(self, now: _Writing, slices: Slices) -> Slices:
-        """Copies of this rank's slices: one that survives the worker, where there are such."""
+    def _copied(self, now: _Writing, slices: Slices) -> Callable[[], None]:
+        """Copy this rank's slices, into memory that survives the worker if there is any; returns what writes the
+        copy."""
         if self._copies is not None and self._makes_copies and (copy := self._copies.copy(now.state, slices)):
             now.from_memory = True
-            return self._copies.begin_saving(copy)
-        return {key: [_copied(one) for one in some] for key, some in slices.items()}
+            return partial(self._write_kept, now, self._copies.begin_saving(copy), self._copies)
+        copied, wait = self._host.begin(_tensors_of(slices))
+        tensors = iter(copied)
+        whole = {key: [replace(one, tensor=next(tensors)) for one in some] for key, some in slices.items()}
+        return partial(self._write_once_there, now, whole, wait)
 
-    def _write_copies(self, now: _Writing, slices: Slices) -> None:
-        if now.from_memory and self._copies is not None:
-            self._copies.take_third_slot()
+    def _write_kept(self, now: _Writing, slices: Slices, copies: StateCopies) -> None:
+        copies.take_third_slot()
+        self._write(now, slices)
+
+    def _write_once_there(self, now: _Writing, slices: Slices, wait: Callable[[], None]) -> None:
+        wait()
         self._write(now, slices)
 
     def _write(self, now: _Writing, slices: Slices) -> None:
@@ -364,6 +375,7 @@ def saver_of(
     memory: CopyStore | None = None,
     local_rank: int = 0,
     write_part: WritePart = write_rank,
+    host: HostCopies | None = None,
 ) -> CheckpointSaver:
     """The saver of the run's checkpoints in `folder`; refuses to write once a start later than `generation` has begun.
     Saves from the in-memory `copies` if there are any.
@@ -380,7 +392,7 @@ def saver_of(
             tell, memory, rank=world.index, local_rank=local_rank, sharers=sharers, lineage=generation
         )
     return CheckpointSaver(
-        assembly, checkpoints, world, fence, carrier, generation, copies, reports, write_part=write_part
+        assembly, checkpoints, world, fence, carrier, generation, copies, reports, write_part=write_part, host=host
     )
 
 
@@ -389,9 +401,8 @@ def _host_of(plan: Plan, rank: int) -> str:
     return names[rank]
 
 
-def _copied(one: TensorSlice) -> TensorSlice:
-    """The slice with a copy of its numbers in this host's memory."""
-    return TensorSlice(tensor=one.tensor.detach().to("cpu", copy=True), shape=one.shape, offset=one.offset)
+def _tensors_of(slices: Slices) -> list[Tensor]:
+    return [one.tensor for some in slices.values() for one in some]
 
 
 def _run_failed(error: OSError) -> RunFailed:
