@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ from plait.commands.planning.begun_plan import (
     resumed_plan,
 )
 from plait.commands.planning.introduction import Details, StartOf, run_start, running_runs_text
-from plait.commands.planning.make_plan import make_plan
+from plait.commands.planning.make_plan import make_plan, probe_need
 from plait.commands.preparing.corpus import (
     corpus_facts,
     heldout_lines,
@@ -29,19 +30,21 @@ from plait.commands.preparing.corpus import (
     run_facts,
 )
 from plait.commands.verifying.gradient_check import check_new_layout
-from plait.errors import Interrupted, StopSignal, signal_in_words
+from plait.errors import Interrupted, OutOfTime, StopSignal, signal_in_words
 from plait.hosts.job_files import refuse_joined_folder
 from plait.hosts.joining import ONE_HOST, HostsRequest
-from plait.hosts.run_hosts import RunHosts, run_hosts
-from plait.hosts.workers import RunOnHosts
+from plait.hosts.run_hosts import MeasureAhead, RunHosts, run_hosts
+from plait.hosts.workers import RunOnHosts, WaitingHostWorkers
 from plait.launch.local.run import ForkServer
 from plait.launch.values.entries import EntryTable
 from plait.machines.machine import Machine
 from plait.machines.requested_workers import PeakNeed
+from plait.planner.derive.model_size import budget_of
 from plait.planner.plan import Plan
 from plait.planner.resolve.named import named_workers, refuse_unfit_names
-from plait.probing.measuring_time import Timing
-from plait.probing.survey import HostMachine, MachineSurvey, survey_machine, survey_machines
+from plait.probing.measuring_time import MeasuringTime, Timing
+from plait.probing.processor_arithmetic import library_of_newcomer
+from plait.probing.survey import MachineSurvey, PlannedHosts, measure_ahead, survey_machine, survey_machines
 from plait.recipe.load import RecipeSource, load_recipe, run_name_of
 from plait.report.metrics import read_metrics
 from plait.run_folder import NEW_PLAN_KEYS, check_changes, lock_run_folder, run_folder
@@ -109,7 +112,7 @@ def train(
                 RunPlans(run, check, timing),
                 folder.saved_plan() if folder.has_begun and renew != "all" else None,
             )
-            with open_workers(hosts, run, plans.further, begun, started) as elastic:
+            with open_workers(hosts, run, plans.further, plans.measure_ahead, begun, started) as elastic:
                 start: StartOf = "known plan" if begun and renew == "nothing" else "new plan"
                 plan = plans.first(elastic.workers, renew)
                 screen.print(run_start(plan, folder.path, details, start))
@@ -166,8 +169,8 @@ class RunPlans:
     def __init__(self, run: RunOnHosts, check: CheckMode, timing: Timing = "bounded") -> None:
         self._run, self._check = run, check
         self._timing: Timing = timing
-        self._before: Sequence[HostMachine] = ()
-        """The hosts that the last plan was made for: what was measured of some of them still holds."""
+        self._before: list[PlannedHosts] = []
+        """The hosts that plans were made for, oldest first: what was measured of them still holds."""
 
     def first(self, workers: HostWorkers, renew: ReplanScope) -> Plan:
         """Prepare the data, survey the machines, and make or load the plan."""
@@ -229,8 +232,21 @@ class RunPlans:
         return plan
 
     def _on_hosts(self, plan: Plan, workers: HostWorkers) -> Plan:
-        self._before = workers.host_machines(self._run.peak)  # as they were probed, before some are left out
+        if self._before:
+            self._before[-1] = replace(self._before[-1], together_until_s=time.monotonic())
+        hosts = workers.host_machines(self._run.peak)  # as they were probed, before some are left out
+        libraries = plan.arithmetic.host_backends
+        self._before.append(PlannedHosts(hosts=hosts, addresses=workers.addresses(), host_backends=libraries))
         return workers.with_hosts(plan)
+
+    def measure_ahead(self, newcomer: WaitingHostWorkers) -> None:
+        """Measure a host that waits to take part, as the next plan needs it."""
+        config, plan, machine = self._run.config, self._run.folder.saved_plan(), newcomer.machine
+        limit, threads = MeasuringTime.of(budget_of(config), self._timing), plan.placement.threads
+        with suppress(OutOfTime):  # then more is measured when it is taken in
+            library = library_of_newcomer(config, plan, machine, newcomer, limit)
+            need = replace(probe_need(plan), matmul_backend=library, host_backends={})
+            measure_ahead(config, newcomer, machine, newcomer.leading_machine, threads, need, limit)
 
     def check(self, plan: Plan, workers: HostWorkers) -> None:
         """Compare the gradients of a new layout with one process, unless that is not wanted."""
@@ -243,11 +259,12 @@ def open_workers(
     hosts: HostsRequest,
     run: RunOnHosts,
     plan_for: PlanFor,
+    measure_ahead: MeasureAhead,
     begun: Plan | None,
     started: ForkServer | None = None,
 ) -> Iterator[RunHosts | OneMachine]:
     """The workers of this machine, or of all hosts once they have joined, numbered as in the plan of a `begun` run.
-    `plan_for` makes the plans for those that are there later.
+    `plan_for` makes the plans for those that are there later, `measure_ahead` measures a further host before.
 
     Raises PlaitError for an error in the recipe's text, before anybody is invited.
     """
@@ -267,5 +284,5 @@ def open_workers(
     with ExitStack() as opened:
         with run.screen.progress() as show:
             show(0, 0, "waiting for the other hosts")
-            elastic = opened.enter_context(run_hosts(hosts, run, plan_for, previous))
+            elastic = opened.enter_context(run_hosts(hosts, run, plan_for, measure_ahead, previous))
         yield elastic

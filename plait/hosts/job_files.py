@@ -185,6 +185,22 @@ class FileStager:
             if not self._is_shared_by_host[member.host]:
                 member.ask(OPEN_FOLDER, OpenRequest(kind="run", name=self._run_folder.name, recipe=recipe))
 
+    def send_ahead(self) -> None:
+        """Send the run's prepared data, and the model whose weights it begins with, to hosts that need them later;
+        call it after `open_run_folder`."""
+        if not (apart := [member for member in self._members if not self._is_shared_by_host[member.host]]):
+            return
+        plan = read_plan(self._run_folder / "plan.json")
+        base = self._working.path / plan.job.base if plan.job.base else None
+        staged = _StagedFiles(
+            kind="run",
+            folder=self._run_folder,
+            corpus=self._sent((self._working.path / plan.job.corpus).resolve(), "index.json"),
+            base=self._sent_base(base) if base and base.is_dir() else None,
+            checkpoint=None,
+        )
+        _run_on_all_hosts(apart, lambda member: (self._send_corpus(member, staged), self._send_base(member, staged)))
+
     def collect_job_files(self, folder: Path) -> None:
         """Fetch what a job's ranks left in its folder on other hosts, and delete it there; call it after the job.
 

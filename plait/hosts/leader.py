@@ -4,6 +4,7 @@ machine."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -49,6 +50,7 @@ from plait.units import counted
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
 JOIN_TIMEOUT_S = 3600.0
+_START_S = _GRACE_S = 120.0
 _FILES_OF_A_MEMBER = 4  # the connection, both ends of its link's bell, and one to spare
 
 
@@ -87,7 +89,8 @@ class Hosts:
         self.server = ForkServer(entries, working_folder=working_folder, starts=starts)
         self._listener: JoinListener | None = None
         self._membership: Membership | None = None
-        self._jobs = 0
+        self._numbers = itertools.count(1)
+        """Of the jobs, also of those that other threads run."""
         self._stopped_by: StoppedBy = "finished"
 
     def __enter__(self) -> Hosts:
@@ -140,8 +143,8 @@ class Hosts:
         *,
         on_message: Callable[[Message], None],
         parts: Sequence[HostPart],
-        grace_s: float = 120,
-        start_s: float = 120,
+        grace_s: float = _GRACE_S,
+        start_s: float = _START_S,
         membership: MembershipEvents | None = None,
     ) -> JobResult:
         """Start the job's ranks on all hosts and block until all have ended, as `ForkServer.run` does on one.
@@ -159,28 +162,41 @@ class Hosts:
             self._stopped_by = supervision.run()
         return JobResult(stopped_by=self._stopped_by, wall_s=time.monotonic() - began_s, how=supervision.how)
 
+    def run_on(self, member: Member, job: Job, on_message: Callable[[Message], None]) -> JobResult:
+        """Run all ranks of a job on one host that takes part in no other, and block until they have ended: from any
+        thread, also while the run's own ranks work. A lost host ends it with RunFailed."""
+        began_s = time.monotonic()
+        whole = replace(job, part=HostRanks(first_rank=0, ranks=job.world_size))
+        site = RemoteWorkerHost(whole, member.link, host=str(member), number=next(self._numbers))
+        timeouts = PhaseTimeouts(start_s=_START_S, grace_s=_GRACE_S, host_s=self._heartbeat.lost_after_s + 1)
+        with collected_signals() as signals:
+            site.start(None)
+            supervision = Supervision([site], signals, on_message, timeouts)
+            stopped_by = supervision.run()
+        return JobResult(stopped_by=stopped_by, wall_s=time.monotonic() - began_s, how=supervision.how)
+
     @contextlib.contextmanager
     def _started(self, jobs: Mapping[int, Job]) -> Iterator[list[WorkerHost]]:
         """A WorkerHost for each host that has ranks, host 0's first, so that a later error leaves no ranks behind."""
-        self._jobs += 1
+        number = next(self._numbers)
         members = [self.members[host - 1] for host in jobs if host > 0]
         for member in members:
             if member.link.lost is not None:
                 raise lost_host(str(member), member.link.lost)
         with ExitStack() as stack:
-            meeting = self._meeting(stack) if len(jobs) > 1 else None
+            meeting = self._meeting(stack, number) if len(jobs) > 1 else None
             sites: list[WorkerHost] = [stack.enter_context(self.server.start(jobs[0], meeting))] if 0 in jobs else []
             for member in members:
-                site = RemoteWorkerHost(jobs[member.host], member.link, host=str(member), number=self._jobs)
+                site = RemoteWorkerHost(jobs[member.host], member.link, host=str(member), number=number)
                 site.start(meeting.rendezvous if meeting else None)
                 sites.append(site)
             yield sites
 
-    def _meeting(self, stack: ExitStack) -> Rendezvous:
+    def _meeting(self, stack: ExitStack, number: int) -> Rendezvous:
         """A port for the ranks' store on our address alone, held from before the first rank is started."""
         listener = stack.enter_context(listener_at(self._address, 0))
         place = joined_text(self._address, listener.getsockname()[1])
-        return Rendezvous(rendezvous=f"tcp://{place}/job-{self._jobs}", interface=self._interface, listener=listener)
+        return Rendezvous(rendezvous=f"tcp://{place}/job-{number}", interface=self._interface, listener=listener)
 
 
 def _jobs_of_hosts(job: Job, parts: Sequence[HostPart], *, hosts: int) -> dict[int, Job]:

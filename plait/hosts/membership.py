@@ -3,8 +3,10 @@ leave. It may change whenever no ranks run. Hosts of a run that continues keep t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from ipaddress import ip_address
@@ -14,13 +16,15 @@ from plait.checked_json import typed_value
 from plait.errors import PlaitError, StopSignal
 from plait.hosts.connection import HostConnection, part_from_all
 from plait.hosts.joining import CROWDED_SENTENCE, FULL_SENTENCE, Arrival, HostInfo, JoinListener, refuse_host
-from plait.hosts.protocol import Notice, Reply, RequestKind, RunEnd
+from plait.hosts.protocol import Notice, Refusal, Reply, RequestKind, RunEnd
 from plait.hosts.remote_ranks import RemoteWorkerHost
 from plait.launch.local.site import WorkerHost
 from plait.launch.values.job import SIGNAL_OF_LEAVING, LeftBy
 from plait.machines.machine import strip_name_number
 
 _LOOK_S = 0.2
+_LET_GO_S = 3.0
+"""How long the end of a run waits for what still prepares a host."""
 _Q = TypeVar("_Q")
 _A = TypeVar("_A")
 WAITING_AT_MOST = 64
@@ -28,8 +32,13 @@ WAITING_AT_MOST = 64
 GIVEN_UP_SENTENCE = "host 0 gave up the run before all hosts were in; see what it printed"
 OVER_SENTENCE = "the run ended before this host was taken in; see what host 0 printed"
 WAITS_SENTENCE = "the run is at work; this host is taken in at its next checkpoint"
+PREPARED_SENTENCE = (
+    "the run goes on while this host gets its files and is measured; it is then taken in at the next checkpoint"
+)
 JoinPolicy = Literal["closed", "open"]
 """Whether hosts may still join once all that were wanted are in."""
+TakenIn = Literal["ready", "all"]
+"""Which of the hosts that wait become members: those that are ready, or all, once they are ready, too."""
 _LEFT_BY: Mapping[StopSignal, LeftBy] = {signal: left for left, signal in SIGNAL_OF_LEAVING.items()}
 
 
@@ -92,6 +101,9 @@ class Membership:
         self._arrived: tuple[Member, ...] = ()
         self._admitted: list[Member] = []
         self._waiting: list[Member] = []
+        self._prepare: Callable[[Member], None] | None = None
+        self._preparing: dict[HostConnection, Future[None]] = {}
+        """How far those that wait are prepared; done with an error for those that were sent away."""
         self._leaving: dict[HostConnection, StopSignal] = {}
         self.is_complete = False
         """Whether all wanted hosts came, so that those who come now are late."""
@@ -148,21 +160,28 @@ class Membership:
             left.link.part(RunEnd(stopped_by="not needed"))
         self.members = _numbered(stay)
 
-    def renew(self) -> HostChange:
+    def prepare_with(self, prepare: Callable[[Member], None]) -> None:
+        """From now on call `prepare` for each host that begins to wait, in a thread of its own while ranks work; the
+        host is ready to be taken in when that returns, and sent away with the PlaitError that it raises."""
+        self._prepare = prepare
+
+    def renew(self, taken: TakenIn = "ready") -> HostChange:
         """Make members of those that are there now, in the order that they had: without the lost and those that were
-        stopped, and with those that wait. Call it while no ranks run."""
+        stopped, and with those that wait and are ready, or with all of them. Call it while no ranks run."""
         self.look()
+        if taken == "all":
+            wait(self._preparing.values())
         gone = [(one, departure) for one in self.members if (departure := self._departure_of(one)) is not None]
         for one, departure in gone:
             if departure.by is not None:
                 one.link.part(RunEnd(stopped_by=_LEFT_BY[departure.by]))
             one.link.close()
         left = [one for one, _ in gone]
-        came = [one for one in self._waiting if one.link.lost is None]
-        for arrival in self._waiting:
-            if arrival.link.lost is not None:
-                arrival.link.close()
-        self._waiting, self._wants_pause = [], False
+        self._drop_lost_arrivals()
+        came = [one for one in self._waiting if self._is_ready(one)]
+        for one in came:
+            self._preparing.pop(one.link, None)
+        self._waiting, self._wants_pause = [one for one in self._waiting if one not in came], False
         self._arrived = self.members = _numbered([*(one for one in self.members if one not in left), *came])
         newest = self.members[len(self.members) - len(came) :]
         return HostChange(gone=tuple(departure for _, departure in gone), came=newest)
@@ -177,9 +196,13 @@ class Membership:
     def close(self, last: RunEnd) -> None:
         """Stop listening, send those that wait home, and the members the last message of the run."""
         self._listener.close(OVER_SENTENCE if self.is_complete else GIVEN_UP_SENTENCE)
-        for arrival in self._waiting:
-            refuse_host(arrival.link, OVER_SENTENCE)  # while the members are waited for below
+        for arrival in self._waiting:  # while the members are waited for below
+            if self._is_ready(arrival):
+                refuse_host(arrival.link, OVER_SENTENCE)
+            else:  # the thread that prepares it closes the link, when the other end has hung up
+                arrival.link.send(Refusal(sentence=OVER_SENTENCE))
         part_from_all([one.link for one in (self.members if self.is_complete else self._admitted)], last)
+        wait(self._preparing.values(), _LET_GO_S)
 
     # As the MembershipEvents of a job.
 
@@ -188,20 +211,20 @@ class Membership:
 
     def look(self) -> None:
         """Refuse those that may not join; send the others a notice that they wait."""
-        for arrival in [one for one in self._waiting if one.link.lost is not None]:
-            arrival.link.close()
-            self._waiting.remove(arrival)
+        self._drop_lost_arrivals()
         while self._joining == "open" and (arrival := self._listener.next(0)) is not None:
             if len(self._waiting) >= WAITING_AT_MOST:
                 refuse_host(arrival.link, CROWDED_SENTENCE)
             elif member := self._let_in(arrival):
                 self._waiting.append(member)
-                member.link.send(Notice(sentence=WAITS_SENTENCE))
+                member.link.send(Notice(sentence=PREPARED_SENTENCE if self._prepare else WAITS_SENTENCE))
+                if self._prepare is not None:
+                    self._preparing[member.link] = _in_background(partial(self._prepare, member), member.link)
         self._tell_failed(time.monotonic())
 
     def may_take_in(self) -> None:
-        """The ranks have a checkpoint behind them: if hosts wait, they may be paused for them now."""
-        self._wants_pause = self._wants_pause or any(one.link.lost is None for one in self._waiting)
+        """The ranks have a checkpoint behind them: if hosts wait and are ready, they may be paused for them now."""
+        self._wants_pause = self._wants_pause or any(self._is_ready(one) for one in self._waiting)
 
     @property
     def wants_pause(self) -> bool:
@@ -213,6 +236,17 @@ class Membership:
         self._leaving[site.link] = by
         self._wants_pause = True
         return True
+
+    def _is_ready(self, member: Member) -> bool:
+        done = self._preparing.get(member.link)
+        return member.link.lost is None and (done is None or (done.done() and done.exception() is None))
+
+    def _drop_lost_arrivals(self) -> None:
+        """Forget those that waited and went away, or were sent away."""
+        for one in [one for one in self._waiting if one.link.lost is not None]:
+            one.link.close()
+            self._waiting.remove(one)
+            self._preparing.pop(one.link, None)
 
     def _departure_of(self, member: Member) -> Departure | None:
         if (by := self._leaving.pop(member.link, None)) is not None:
@@ -238,6 +272,27 @@ class Membership:
             arrival.link.close()
             self._admitted.remove(arrival)
             on_lost(arrival.name)
+
+
+def _in_background(prepare: Callable[[], None], link: HostConnection) -> Future[None]:
+    """Prepare a host in a thread that ends at the latest with its link; its user is told at once why it is refused."""
+    done = Future[None]()
+
+    def work() -> None:
+        try:
+            prepare()
+        except PlaitError as error:
+            refuse_host(link, str(error))
+            done.set_exception(error)
+        except BaseException as error:
+            refuse_host(link, f"host 0 failed with {type(error).__name__}; see what it printed")
+            done.set_exception(error)
+            raise
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=work, daemon=True, name=f"plait prepare {link.address}").start()
+    return done
 
 
 def _numbered(members: Sequence[Member]) -> tuple[Member, ...]:

@@ -3,31 +3,55 @@ workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from plait.errors import PlaitError, StopSignal
+from plait.errors import Interrupted, PlaitError, StopSignal
 from plait.hosts.connectivity import ConnectivityListener, check_connectivity, host_cut_off
 from plait.hosts.job_files import FileStager
 from plait.hosts.joining import HostsRequest, own_host_info
 from plait.hosts.leader import Hosts, invited_hosts
 from plait.hosts.membership import Departure, HostIdentity, Member
-from plait.hosts.workers import KnownMachines, LeaderWorkers, RunOnHosts
+from plait.hosts.workers import KnownMachines, LeaderWorkers, RunOnHosts, WaitingHostWorkers
 from plait.launch.values.failure import FailureFacts
 from plait.planner.plan import Plan
 from plait.workers import CannotGoOn, PlanFor, Renewed
 
+MeasureAhead = Callable[[WaitingHostWorkers], None]
+"""Measures a host that waits, for the plan that it will take part in; raises PlaitError where it is of no use."""
 _MAY_BE_OF_A_LINK = ("hung", "lost connection", "no answer")
 """Causes of failures after which hosts look whether they still reach each other."""
 
 
 class RunHosts:
-    """ElasticWorkers of this host and of those that joined it. `plan_for` makes each further plan."""
+    """ElasticWorkers of this host and of those that joined it. `plan_for` makes each further plan; `measure_ahead`
+    measures what it needs to know of a host that waits, while the others train."""
 
-    def __init__(self, hosts: Hosts, run: RunOnHosts, plan_for: PlanFor) -> None:
-        self._hosts, self._run, self._plan_for = hosts, run, plan_for
+    def __init__(
+        self, hosts: Hosts, run: RunOnHosts, plan_for: PlanFor, measure_ahead: MeasureAhead = lambda workers: None
+    ) -> None:
+        self._hosts, self._run, self._plan_for, self._measure_ahead = hosts, run, plan_for, measure_ahead
         self._known: KnownMachines = {}
+        self._usable_hosts: list[Member] = []
+        """Newcomers that reach all others and whose folder takes this run."""
+        self._connecting = threading.Lock()
+        """Held while hosts try to reach each other: each listens for one such attempt at a time."""
         self.workers = self._new_workers()
+
+    def prepare(self, member: Member) -> None:
+        """Do all for a host that waits that can be done while the others train: look whether it is of use, send it the
+        data, and measure it. Raises PlaitError where it is of none. For a thread of its own."""
+        try:
+            self._require_usable(member).send_ahead()
+            self._measure_ahead(WaitingHostWorkers(self._hosts, self._run, self._known, member))
+        except PlaitError as error:
+            if member.link.lost is None:  # else it has left by itself, or the run is over
+                self._say_refused(member.name, str(error))
+            raise
+        except Interrupted as stop:  # its user's; the run's own signals come to another thread
+            self._say_refused(member.name, f"it was stopped there by {stop.signal}")
+            raise PlaitError(f"{stop}; join again to take part in the run") from stop
 
     @property
     def may_shrink(self) -> bool:
@@ -50,7 +74,7 @@ class RunHosts:
             try:
                 return self._as_renewed(self._plan_for(self.workers), gone, came)
             except PlaitError as error:
-                if later := membership.renew():  # so that may be why; or more hosts came
+                if later := membership.renew("all"):  # so that may be why; or more hosts came
                     there = _links(membership.members)
                     left = _names([one for one in came if one.link not in there])
                     gone += [one for one in later.gone if one.name not in left]
@@ -73,7 +97,7 @@ class RunHosts:
 
     def _cut_off(self) -> Iterator[Departure]:
         """Send those home that host 0 hears, and other hosts do not reach: workers would wait for them for ever."""
-        with suppress(PlaitError):  # one is lost meanwhile: the next start notices
+        with suppress(PlaitError), self._connecting:  # one is lost meanwhile: the next start notices
             while one := host_cut_off(self._own_listener(), self._hosts.members):
                 (member,) = [member for member in self._hosts.members if member is one]
                 why = "was cut off from other hosts"
@@ -94,21 +118,47 @@ class RunHosts:
         """The hosts that reach all others and whose folder takes this run; the others are sent home."""
         usable: list[Member] = []
         for one in came:
-            links = _links([*came[came.index(one) + 1 :]])
-            others = [member for member in self._hosts.members if member.link not in links]
             try:
-                check_connectivity(self._own_listener(), others)
-                FileStager((one,), self._run.folder.path, self._run.screen.print, self._run.working).open_run_folder()
+                if one.link not in _links(self._usable_hosts):
+                    self._require_usable(one, came[came.index(one) + 1 :])
             except PlaitError as error:
                 self._send_home([one], str(error))
             else:
                 usable.append(one)
         return usable
 
+    def _require_usable(self, member: Member, unknown: Sequence[Member] = ()) -> FileStager:
+        """What sends a host its files; raises PlaitError where it does not reach the others, but for those of which
+        nothing is known yet, or its folder does not take this run."""
+        with self._connecting:
+            self._check_reaches_others(member, unknown)
+            self._usable_hosts.append(member)  # those that are looked at next must reach it, too
+        try:
+            stager = FileStager((member,), self._run.folder.path, self._run.screen.print, self._run.working)
+            stager.open_run_folder()
+        except PlaitError:
+            self._usable_hosts.remove(member)
+            raise
+        return stager
+
+    def _check_reaches_others(self, member: Member, unknown: Sequence[Member]) -> None:
+        """Again where another host was lost meanwhile: that one is no fault of this one's."""
+        while True:
+            there = {one.link: one for one in (*self._hosts.members, *self._usable_hosts) if one.link.lost is None}
+            others = [one for link, one in there.items() if link not in _links([member, *unknown])]
+            try:
+                return check_connectivity(self._own_listener(), [*others, member])
+            except PlaitError:
+                if member.link.lost is not None or all(one.link.lost is None for one in others):
+                    raise
+
     def _send_home(self, members: Sequence[Member], sentence: str) -> None:
         for name in _names(members):
-            self._run.screen.print(f"refused  {name}: {' '.join(sentence.split())}")
+            self._say_refused(name, sentence)
         self._hosts.membership.send_home(members, sentence)
+
+    def _say_refused(self, name: str, sentence: str) -> None:
+        self._run.screen.print(f"refused  {name}: {' '.join(sentence.split())}")
 
     def _new_workers(self) -> LeaderWorkers:
         return LeaderWorkers(self._hosts, self._run, self._known)
@@ -116,7 +166,11 @@ class RunHosts:
 
 @contextmanager
 def run_hosts(
-    request: HostsRequest, run: RunOnHosts, plan_for: PlanFor, previous_hosts: Sequence[HostIdentity]
+    request: HostsRequest,
+    run: RunOnHosts,
+    plan_for: PlanFor,
+    measure_ahead: MeasureAhead,
+    previous_hosts: Sequence[HostIdentity],
 ) -> Iterator[RunHosts]:
     """Invite the hosts of a run and lead them until the end of the block; see `invited_hosts`.
 
@@ -135,7 +189,9 @@ def run_hosts(
             why_full=run.why_full,
             entries=run.entries,
         ) as hosts:
-            yield RunHosts(hosts, run, plan_for)
+            led = RunHosts(hosts, run, plan_for, measure_ahead)
+            hosts.membership.prepare_with(led.prepare)
+            yield led
     finally:
         if not run.folder.has_begun or run.folder.is_finished:
             with suppress(OSError):

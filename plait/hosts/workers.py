@@ -49,6 +49,7 @@ from plait.workers import (
     PRODUCTS_ENTRY,
     TRAINING_ENTRY,
     OnMessage,
+    ask_rank_0,
 )
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
 
@@ -292,6 +293,37 @@ class LeaderWorkers:
         """The host of a rank that is not on this one."""
         owners = [host for host, share in enumerate(self.host_shares) for _ in range(share.workers)]
         return self._hosts.members[owners[rank] - 1]
+
+
+class WaitingHostWorkers:
+    """The workers of one host that waits to be taken in, for jobs beside those of the run: from any thread.
+
+    Raises PlaitError where the run has no use for such a machine. What it says of itself is added to the `known`
+    machines.
+    """
+
+    def __init__(self, hosts: Hosts, run: RunOnHosts, known: KnownMachines, member: Member) -> None:
+        self._hosts, self._member, self.working_folder = hosts, member, run.working
+        requested = named_workers(run.config)
+        argument = SurveyRequest(requested=requested, peak="measured").to_json()
+        cores = member.host_info.cores
+        job = Job(entry=MEASURE_ENTRY, argument=argument, world_size=1, threads=cores, at_stop="abandon")
+        found = machine_survey(ask_rank_0(self, job, "machine"), str(member))
+        leader = known.get((None, "measured")) or known[None, "as known"]
+        _, share = default_host_shares([own_host_info().name, member.name], [leader.machine, found.machine], requested)
+        known[member.link, "measured"] = found
+        self.leading_machine, self.machine = leader.machine, found.machine
+        self.fixed_workers = FixedWorkers(workers=share.workers, threads=share.threads)
+
+    def run(self, job: Job, on_message: OnMessage) -> JobResult:
+        return self._hosts.run_on(self._member, job, on_message)
+
+    def copied_steps(self, lineage: int) -> Sequence[int]:
+        """None: it has not trained yet."""
+        return ()
+
+    def copies(self, lineage: int) -> CopiesByStep:
+        return {}
 
 
 def _of_rank_0(on_message: OnMessage) -> OnMessage:

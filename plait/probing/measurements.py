@@ -88,7 +88,11 @@ class StoredProbe:
     ) -> Measurements:
         """Measure and store; `show` gets the progress. Raises RunFailed with the name of a dead device or link,
         Interrupted where a signal came, OutOfTime at the end of the time."""
-        measured = measurements_from(self._run(pool, self.request, show, limit), self.request, self._key)
+        return self.keep(measurements_from(self._run(pool, self.request, show, limit), self.request, self._key))
+
+    def keep(self, measured: Measurements) -> Measurements:
+        """Store measurements of these machines that were found in another way."""
+        measured = replace(measured, fingerprint=self._key)
         make_private_folder(self._path.parent)
         self._path.write_text(measurements_json(measured), encoding="utf-8")
         return measured
@@ -189,6 +193,15 @@ def measurements_from(result: ProbeResult, request: ProbeRequest, key: str) -> M
         overlaps=result.overlaps,
         complaints=find_slow_parts(result.hosts, relative_speeds(timed), result.pairs),
     )
+
+
+def with_known_devices(now: Measurements, known: Sequence[MeasuredDevice]) -> Measurements | None:
+    """Links as they were measured just now, and devices, in the same order, as they were measured more thoroughly
+    before; None where one of them has another speed by now."""
+    pairs = list(zip(known, now.devices, strict=True))
+    if not all(are_close(*_common_product_seconds(one.timed, other.timed)) for one, other in pairs):
+        return None
+    return replace(now, devices=tuple(replace(one, host=other.host, rates=other.rates) for one, other in pairs))
 
 
 def are_close(before: ReadingByName, now: ReadingByName) -> bool:

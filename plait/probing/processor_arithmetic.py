@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from plait.errors import OutOfTime, RunFailed
 from plait.launch.values.job import Job
+from plait.machines.machine import Machine
 from plait.machines.measured import ProductRates
-from plait.partition.execution import Precision
+from plait.partition.execution import MatmulBackend, Precision
 from plait.planner.derive.arithmetic import (
     BackendName,
     PrecisionChoice,
@@ -124,6 +125,21 @@ def begun_with_arithmetic(
     kept = plan.arithmetic.matmul_backend if named == "auto" and processors == "same" else named
     found = _measured_products(_products_of(plan.job), resources, workers, rates, limit)
     return _with_backends(kept, plan.arithmetic.precision, resources, found)
+
+
+def library_of_newcomer(
+    config: RunConfig, plan: Plan, machine: Machine, workers: WorkerPool, limit: MeasuringTime
+) -> MatmulBackend:
+    """The library that a begun run would take on a host that waits to join it, and whose `workers` these are. Raises
+    OutOfTime where the time is up, PlaitError where the recipe names one that this host does not have."""
+    kept, digest, named = plan.arithmetic, machine.digest(), config.train.matmul_backend
+    is_first = bool(plan.machines.hosts) and plan.machines.hosts[0].machine == digest
+    if machine.device != "cpu" or is_first or digest in kept.host_backends:
+        return kept.host_backends.get(digest, kept.matmul_backend)
+    here = Resources(machine=machine, peak_flops=None, fixed_workers=workers.fixed_workers)
+    return choose_backends(
+        named, kept.precision, _measured_products(_products_of(plan.job), here, workers, "kept", limit)
+    ).backend
 
 
 def _with_backends(

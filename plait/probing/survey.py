@@ -3,25 +3,34 @@ between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from math import inf
 
 from plait.errors import OutOfTime
 from plait.launch.values.job import Job
 from plait.machines.catalog import link_at_rate
 from plait.machines.cluster import Cluster, cluster_of_hosts
 from plait.machines.machine import Machine, usable_cores
-from plait.machines.measured import LEAST_UNDISTURBED_SHARE, Measurements
+from plait.machines.measured import LEAST_UNDISTURBED_SHARE, MeasuredDevice, Measurements
 from plait.machines.requested_workers import ANY_WORKERS, PEAK_S, PeakNeed, RequestedWorkers, SurveyRequest
+from plait.partition.execution import MatmulBackend
 from plait.planner.derive.model_size import budget_of
 from plait.planner.derive.resources import FixedWorkers, Probe, ProbeNeed, Resources, on_paper
 from plait.planner.heterogeneous.host_permutations import cluster_of_nodes
 from plait.planner.resolve.named import named_workers
 from plait.planner.step_time.measured_network import slowest_measured_link
 from plait.probing.calibration_store import calibration_key, load_calibration, read_expert_load
-from plait.probing.measurements import ProbeFreshness, StoredProbe, pool_measurements
+from plait.probing.measurements import (
+    RECHECK_AFTER_S,
+    ProbeFreshness,
+    StoredProbe,
+    pool_measurements,
+    with_known_devices,
+)
 from plait.probing.measuring_time import UNLIMITED, MeasuringTime, Timing, with_skip_hint
 from plait.probing.request import brief_request, recipe_probe_request
 from plait.recipe.schema import RunConfig
@@ -38,6 +47,18 @@ WHOLE_SHARE, BRIEF_SHARE = 0.5, 0.6
 """Shares of what is left of the time for measuring that a whole probe may take, and then a brief one."""
 HostMachine = tuple[Machine, float | None, int]
 """A host's machine, the rate of its processor (None if unknown), and its number of workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedHosts:
+    """Hosts that a run was planned for, in the order in which they were measured, and the address of each."""
+
+    hosts: tuple[HostMachine, ...]
+    addresses: tuple[str, ...]
+    host_backends: Mapping[str, MatmulBackend] = field(default_factory=dict[str, MatmulBackend])
+    """As in the plan's arithmetic."""
+    together_until_s: float = inf
+    """When one of them was lost or another came, by the clock that never goes back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +118,7 @@ def survey_machines(
     log: Callable[[str], None],
     fresh: ProbeFreshness,
     show: ShowProgress = ignore_progress,
-    before: Sequence[HostMachine] = (),
+    before: Sequence[PlannedHosts] = (),
     peak: PeakNeed = "measured",
     timing: Timing = "bounded",
 ) -> MachineSurvey:
@@ -105,7 +126,8 @@ def survey_machines(
     tells `show` how far that is.
 
     `fresh` "again" probes them in any case; "kept" takes the stored measurements of an earlier probe as long as a short
-    check confirms them, or those of the hosts `before`, where these are some of them.
+    check confirms them. Of a run that goes on, with the hosts that it had `before`, oldest first, only what is not
+    known is measured: nothing where they have just worked together, the links where each was measured.
     """
     hosts = workers.host_machines(peak)
     if not hosts:
@@ -125,7 +147,7 @@ def _make_probe(
     config: RunConfig,
     workers: HostWorkers,
     hosts: Sequence[HostMachine],
-    before: Sequence[HostMachine],
+    before: Sequence[PlannedHosts],
     log: Callable[[str], None],
     fresh: ProbeFreshness,
     show: ShowProgress,
@@ -136,13 +158,16 @@ def _make_probe(
         return MeasuringTime.of(budget_of(config), timing)  # a second draft is measured within what is left
 
     def look(need: ProbeNeed) -> Cluster:
-        cluster = _cluster_of_some(workers, hosts, before, need) if before and fresh == "kept" else None
-        if cluster is not None:
-            log("probe    measured before, together with the hosts that are gone")
+        known = before if fresh == "kept" else ()
+        if cluster := _cluster_as_before(workers, hosts, known, need):
+            log("probe    these hosts were measured together before")
             return cluster
-        limit = time_for_all()
+        limit, showing = time_for_all(), with_skip_hint(show)
         try:
-            cluster = probe_cluster(workers, hosts, need, fresh=fresh, show=with_skip_hint(show), limit=limit)
+            if known:
+                cluster = _cluster_by_its_links(config, workers, hosts, known, need, showing, limit)
+            else:
+                cluster = probe_cluster(workers, hosts, need, fresh=fresh, show=showing, limit=limit)
         except OutOfTime:
             why = f"did not end within {format_duration(limit.limit_s)}" if limit.limit_s else "skipped (--no-timing)"
             log(f"probe    {why}: the plan assumes {ASSUMED_GBIT:g} Gbit/s between the hosts (plait probe measures it)")
@@ -166,35 +191,114 @@ def _make_probe(
     return look
 
 
-def _cluster_of_some(
-    workers: HostWorkers, hosts: Sequence[HostMachine], before: Sequence[HostMachine], need: ProbeNeed
+def _cluster_as_before(
+    workers: HostWorkers, hosts: Sequence[HostMachine], before: Sequence[PlannedHosts], need: ProbeNeed
 ) -> Cluster | None:
-    """The hosts as they were measured together with others; None where they were not."""
-    places = places_in(hosts, before)
-    if not places:
-        return None
-    rates = {place: rate for place, (_, rate, _) in zip(places, hosts, strict=True)}
-    before = [(machine, rates.get(at, rate), count) for at, (machine, rate, count) in enumerate(before)]
-    machines = [machine for machine, _, _ in before]
-    extent = FixedWorkers(workers=sum(count for _, _, count in before), threads=_fixed(workers).threads)
-    known = _stored_probe(workers, machines, extent, need).load()
-    if known is None:
-        return None
-    measured = pool_measurements(known)
-    whole = replace(cluster_of_hosts(before, slowest_measured_link(measured, "between")), measured=measured)
-    return cluster_of_nodes(whole, places)
+    """The hosts as they were measured together, perhaps with others; None where they were not. Those that came back
+    after a long time do not count: their links may be others by now."""
+    now = PlannedHosts(hosts=tuple(hosts), addresses=workers.addresses())
+    newest = time.monotonic() - RECHECK_AFTER_S
+    if before and places_in(now, before[-1]):
+        newest = -inf  # nobody came back
+    for group in reversed(before):
+        places = places_in(now, group) if group.together_until_s > newest else []
+        if places and (known := _probe_of(workers, group, need, [machine for machine, _, _ in hosts])):
+            rates = {place: rate for place, (_, rate, _) in zip(places, hosts, strict=True)}
+            there = [(machine, rates.get(at, rate), count) for at, (machine, rate, count) in enumerate(group.hosts)]
+            return cluster_of_nodes(_measured_cluster(there, known), places)
+    return None
 
 
-def places_in(hosts: Sequence[HostMachine], before: Sequence[HostMachine]) -> list[int]:
+def _cluster_by_its_links(
+    config: RunConfig,
+    workers: HostWorkers,
+    hosts: Sequence[HostMachine],
+    before: Sequence[PlannedHosts],
+    need: ProbeNeed,
+    show: ShowProgress,
+    limit: MeasuringTime,
+) -> Cluster:
+    """Hosts with the links between them, which a brief probe measures now, because the run waits for it. Where each of
+    them was measured at length before, alone or with others, it counts as measured then. Raises OutOfTime at the end
+    of the time."""
+    first, threads = hosts[0][0], _fixed(workers).threads
+    known: list[MeasuredDevice] = []
+    for host, address in zip(hosts, workers.addresses(), strict=True):
+        found = _measured_with_others(workers, host, address, before, need)
+        alone = None if found else _measured_alone(config, workers, host, first, threads, need).load()
+        known += alone.devices if alone else [found] if found else []
+    stored = _stored_probe(workers, [machine for machine, _, _ in hosts], _fixed(workers), need)
+    brief = replace(stored, request=brief_request(stored.request))
+    now = _measured(brief, workers, show, limit.part(BRIEF_SHARE))
+    whole = with_known_devices(now, known) if len(known) == len(hosts) else None
+    if whole is None:
+        return _measured_cluster(hosts, now)
+    stored.mark_checked(workers.addresses())
+    return _measured_cluster(hosts, stored.keep(whole))
+
+
+def _measured_with_others(
+    workers: HostWorkers, host: HostMachine, address: str, before: Sequence[PlannedHosts], need: ProbeNeed
+) -> MeasuredDevice | None:
+    wanted = _key_of(host, address)
+    for group in reversed(before):
+        keys = [_key_of(*pair) for pair in zip(group.hosts, group.addresses, strict=True)]
+        if wanted in keys and (known := _probe_of(workers, group, need, [host[0]])):
+            return known.devices[keys.index(wanted)]
+    return None
+
+
+def measure_ahead(
+    config: RunConfig,
+    workers: WorkerPool,
+    machine: Machine,
+    first: Machine,
+    threads: int,
+    need: ProbeNeed,
+    limit: MeasuringTime,
+) -> None:
+    """Measure a host that waits to join hosts of which `first` is the first one's machine, whose workers have so many
+    `threads`: what `survey_machines` then need not measure any more. Not again what is known of such a machine. Raises
+    OutOfTime at the end of the time."""
+    count = _fixed(workers).workers
+    stored = _measured_alone(config, workers, (machine, None, count), first, threads, need)
+    if stored.load() is None:
+        stored.measure(workers, limit=limit)
+
+
+def _measured_alone(
+    config: RunConfig, workers: WorkerPool, host: HostMachine, first: Machine, threads: int, need: ProbeNeed
+) -> StoredProbe:
+    """What is measured of a host alone for a run that is led by another one."""
+    machine, _, count = host
+    library = need.host_backends.get(machine.digest(), need.matmul_backend)
+    need = replace(need, matmul_backend=library, host_backends={})
+    extent = FixedWorkers(workers=count, threads=named_workers(config).threads_of_each(machine, count))
+    request = replace(recipe_probe_request(need, first, threads), gpus=machine.gpus)
+    return StoredProbe(machines=[machine], request=request, workers=extent, working=workers.working_folder)
+
+
+def places_in(hosts: PlannedHosts, before: PlannedHosts) -> list[int]:
     """The position of each of `hosts` in `before`, if the first one is first there, too; empty if one is missing."""
-    free, found = list(range(len(before))), list[int]()
-    for machine, _, workers in hosts:
-        alike = [at for at in free if (before[at][0], before[at][2]) == (machine, workers)]
+    there = dict(enumerate(map(_key_of, before.hosts, before.addresses)))
+    found = list[int]()
+    for wanted in map(_key_of, hosts.hosts, hosts.addresses):
+        alike = [at for at, key in there.items() if key == wanted]
         if not alike:
             return []
         found.append(alike[0])
-        free.remove(alike[0])
+        del there[alike[0]]
     return found if found[0] == 0 else []
+
+
+def _key_of(host: HostMachine, address: str) -> tuple[Machine, int, str]:
+    machine, _, workers = host
+    return machine, workers, address
+
+
+def _measured_cluster(hosts: Sequence[HostMachine], known: Measurements) -> Cluster:
+    measured = pool_measurements(known)
+    return replace(cluster_of_hosts(hosts, slowest_measured_link(measured, "between")), measured=measured)
 
 
 def probe_cluster(
@@ -210,10 +314,9 @@ def probe_cluster(
 
     With "kept", an earlier probe's are used if machines and software are the same and its links are as fast as then.
     """
-    measured = pool_measurements(
-        _probe_or_load(workers, [machine for machine, _, _ in hosts], need, fresh, show, limit)
+    return _measured_cluster(
+        hosts, _probe_or_load(workers, [machine for machine, _, _ in hosts], need, fresh, show, limit)
     )
-    return replace(cluster_of_hosts(hosts, slowest_measured_link(measured, "between")), measured=measured)
 
 
 def _probe_or_load(
@@ -252,10 +355,21 @@ def _measured(stored: StoredProbe, workers: HostWorkers, show: ShowProgress, lim
     return found
 
 
-def _fixed(workers: HostWorkers) -> FixedWorkers:
+def _fixed(workers: WorkerPool) -> FixedWorkers:
     given = workers.fixed_workers
     assert given is not None, "hosts that joined bring their workers"
     return given
+
+
+def _probe_of(
+    workers: HostWorkers, group: PlannedHosts, need: ProbeNeed, machines: Sequence[Machine]
+) -> Measurements | None:
+    """What was measured of a group, if it was, and by the library of products that some of its machines take now."""
+    if any(need.host_backends.get(one.digest()) != group.host_backends.get(one.digest()) for one in machines):
+        return None
+    extent = FixedWorkers(workers=sum(count for _, _, count in group.hosts), threads=_fixed(workers).threads)
+    need = replace(need, host_backends=group.host_backends)
+    return _stored_probe(workers, [machine for machine, _, _ in group.hosts], extent, need).load()
 
 
 def _stored_probe(

@@ -120,6 +120,19 @@ def test_data_that_a_job_before_the_run_brought_is_told_as_received_once(
     again.depot.close()
 
 
+def test_data_that_were_sent_while_the_host_waited_are_not_sent_again(here: Path, other: Neighbour) -> None:
+    sender, told = freight(other)
+    sender.open_run_folder()
+    sender.send_ahead()
+    assert [line.split(" of ")[1] for line in told] == [f"prepared data to {other.name}"]
+    later, told = freight(other)
+    (place,) = later.stage_job_files(HOME, "run")
+    assert not told and open_corpus(Path(read_plan(Path(place.path) / "plan.json").job.corpus)).verify() is None
+    same = Neighbour(here, 2)
+    freight(same)[0].send_ahead()
+    assert same.asked == ["see"], "it has them"
+
+
 def test_a_folder_behind_a_link_is_shared_too(here: Path, tmp_path: Path) -> None:
     (here / "runs").rename(tmp_path / "large-disk")
     (here / "runs").symlink_to(tmp_path / "large-disk")

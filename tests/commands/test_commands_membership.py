@@ -20,18 +20,20 @@ from plait.hosts import run_hosts
 from plait.hosts.handshake import new_secret, read_secret
 from plait.hosts.joining import choose_secret, own_host_info
 from plait.hosts.leader import Hosts
-from plait.hosts.membership import Departure, HostChange, Member
-from plait.hosts.run_hosts import RunHosts, came_and_went
-from plait.hosts.workers import RunOnHosts
+from plait.hosts.membership import Departure, HostChange, Member, TakenIn
+from plait.hosts.run_hosts import MeasureAhead, RunHosts, came_and_went
+from plait.hosts.workers import RunOnHosts, WaitingHostWorkers
 from plait.launch.values.failure import FailureFacts
+from plait.launch.values.job import Job, JobResult, Message
 from plait.layout import Layout
 from plait.machines.machine import Machine, usable_cores
+from plait.planner.derive.resources import FixedWorkers
 from plait.planner.plan import Forecast, Plan
-from plait.probing.survey import places_in
+from plait.probing.survey import MachineSurvey, PlannedHosts, places_in
 from plait.run_folder import RunFolder
 from plait.screen.screen import SilentScreen
-from plait.workers import CannotGoOn, HostWorkers, Renewed
-from tests.planner.machines import LAPTOP, PLAYS, SERVER, planned, recipe
+from plait.workers import MEASURE_ENTRY, CannotGoOn, HostWorkers, OnMessage, Renewed
+from tests.planner.machines import EIGHT_H100, LAPTOP, PLAYS, SERVER, planned, recipe
 from tests.plans import changed
 
 
@@ -95,7 +97,7 @@ class _Membership:
         self.sent_home: list[tuple[str, str]] = []
         self.is_complete = True
 
-    def renew(self) -> HostChange:
+    def renew(self, taken: TakenIn = "ready") -> HostChange:
         change = self.changes.pop(0) if self.changes else HostChange(gone=(), came=())
         left = [one.name for one in change.gone]
         self.members = (*(one for one in self.members if one.name not in left), *change.came)
@@ -116,6 +118,16 @@ class _Hosts:
     def members(self) -> tuple[Member, ...]:
         return self.membership.members
 
+    newcomer, stopped_by = LAPTOP, "finished"
+
+    def run_on(self, member: Member, job: Job, on_message: OnMessage) -> JobResult:
+        """What a host that waits says of itself."""
+        assert job.entry == MEASURE_ENTRY
+        if self.stopped_by == "finished":
+            values = {"fingerprint": self.newcomer.fingerprint(), "peak_flops": 1e11, "peak_doubt": ""}
+            on_message(Message(rank=0, kind="machine", values=values))
+        return JobResult(stopped_by=cast(Any, self.stopped_by), wall_s=0.0)
+
 
 def member(name: str) -> Member:
     link = _Link(f"10.0.0.{ord(name)}")
@@ -127,10 +139,34 @@ def gone(*names: str, by: StopSignal | None = None) -> HostChange:
     return HostChange(gone=tuple(Departure(name=name, why=why, by=by) for name in names), came=())
 
 
+class _Sender:
+    """Notes to whom data were sent."""
+
+    def __init__(self, sent: list[str], name: str) -> None:
+        self.sent, self.name = sent, name
+
+    def send_ahead(self) -> None:
+        self.sent.append(self.name)
+
+
 class _TestedHosts(RunHosts):
     """Whose new hosts reach all others, but for those with a firewall."""
 
     firewalled: Sequence[str] = ()
+
+    @property
+    def sent(self) -> list[str]:
+        """Who was sent the data ahead."""
+        return vars(self).setdefault("_sent", [])
+
+    def know_leader(self, machine: Machine) -> None:
+        self._known[None, "measured"] = MachineSurvey(machine=machine, peak_flops=1e11)
+
+    def knows(self, one: Member) -> bool:
+        return (one.link, "measured") in self._known
+
+    def _require_usable(self, member: Member, unknown: Sequence[Member] = ()) -> Any:
+        return _Sender(self.sent, member.name)
 
     def _usable(self, came: Sequence[Member]) -> list[Member]:
         for one in [one for one in came if one.name in self.firewalled]:
@@ -139,7 +175,10 @@ class _TestedHosts(RunHosts):
 
 
 def workers_of(
-    folder: Path, membership: _Membership, plan_for: Callable[[tuple[str, ...]], Plan]
+    folder: Path,
+    membership: _Membership,
+    plan_for: Callable[[tuple[str, ...]], Plan],
+    measure_ahead: MeasureAhead = lambda workers: None,
 ) -> tuple[_TestedHosts, list[str]]:
     """Workers on several hosts, and what they print."""
     said: list[str] = []
@@ -151,7 +190,7 @@ def workers_of(
     run = RunOnHosts(config=recipe(folder), folder=RunFolder(folder), screen=Said())
     hosts = _Hosts(membership)
     plan_of = lambda workers: plan_for(tuple(one.name for one in membership.members))  # noqa: E731
-    return _TestedHosts(cast(Hosts, hosts), run, plan_of), said
+    return _TestedHosts(cast(Hosts, hosts), run, plan_of, measure_ahead), said
 
 
 def test_without_a_change_nothing_is_planned(tmp_path: Path, plan: Plan) -> None:
@@ -223,6 +262,28 @@ def test_after_a_hang_the_run_goes_on_without_a_host_that_others_do_not_reach(
     assert workers.renewed(plan, FailureFacts(cause="killed", rank=1, what="SIGKILL")) is None, "not of a link"
 
 
+@pytest.mark.parametrize(("kind", "sentence"), [("cpu", ""), ("cuda", "b has GPUs and"), ("stopped", "Ctrl-C")])
+def test_who_waits_is_sent_its_files_and_measured_unless_it_is_of_no_use(
+    tmp_path: Path, kind: str, sentence: str
+) -> None:
+    done: list[object] = []
+    workers, said = workers_of(tmp_path, _Membership([]), lambda names: pytest.fail("planned"), done.append)
+    workers.know_leader(LAPTOP)
+    cast(Any, workers)._hosts.newcomer = EIGHT_H100 if kind == "cuda" else SERVER
+    cast(Any, workers)._hosts.stopped_by = "SIGINT" if kind == "stopped" else "finished"
+    newcomer = member("b")
+    if sentence:
+        with pytest.raises(PlaitError, match=sentence):
+            workers.prepare(newcomer)
+        assert said[0].startswith("refused  b: ") and workers.sent == ["b"] and not done
+        return
+    workers.prepare(newcomer)
+    [measured] = done
+    assert isinstance(measured, WaitingHostWorkers) and (measured.leading_machine, measured.machine) == (LAPTOP, SERVER)
+    assert measured.fixed_workers == FixedWorkers(workers=1, threads=SERVER.cores)
+    assert workers.sent == ["b"] and not said and workers.knows(newcomer)
+
+
 @pytest.mark.parametrize("by", [None, "SIGINT"])
 def test_where_what_is_left_cannot_carry_the_run_it_stops_and_says_what_is_missing(
     tmp_path: Path, plan: Plan, by: StopSignal | None
@@ -255,15 +316,17 @@ def test_a_late_host_is_refused_at_once_where_the_recipe_names_the_workers(tmp_p
 
 
 def test_hosts_are_found_among_those_that_were_measured() -> None:
-    def hosts(*machines: Machine) -> list[tuple[Machine, float | None, int]]:
-        return [(machine, None, 1) for machine in machines]
+    def hosts(*there: tuple[Machine, str]) -> PlannedHosts:
+        return PlannedHosts(hosts=tuple((one, None, 1) for one, _ in there), addresses=tuple(at for _, at in there))
 
-    before = hosts(LAPTOP, SERVER, LAPTOP, SERVER)
-    assert places_in(hosts(LAPTOP, SERVER), before) == [0, 1]
-    assert places_in(hosts(LAPTOP, LAPTOP, SERVER), before) == [0, 2, 1]
-    assert places_in(hosts(LAPTOP, LAPTOP, LAPTOP), before) == []
-    assert places_in(hosts(SERVER, LAPTOP), before) == [], "host 0 was another one"
-    assert places_in([(LAPTOP, None, 2)], before) == [], "with as many workers as now"
+    a, b, c, d = (LAPTOP, "a"), (SERVER, "b"), (LAPTOP, "c"), (SERVER, "d")
+    before = hosts(a, b, c, d)
+    assert places_in(hosts(a, d), before) == [0, 3]
+    assert places_in(hosts(a, c, b), before) == [0, 2, 1]
+    assert places_in(hosts(a, c, (LAPTOP, "e")), before) == []
+    assert places_in(hosts(a, (LAPTOP, "b")), before) == [], "another machine at its address"
+    assert places_in(hosts(d, a), before) == [], "host 0 was another one"
+    assert places_in(PlannedHosts(hosts=((LAPTOP, None, 2),), addresses=("a",)), before) == [], "with as many workers"
 
 
 # One machine.

@@ -202,7 +202,7 @@ def test_four_hosts_become_two_three_four_and_three_again(apart: Hosts, fixed: P
     assert {name for name in "cd" if any(name in line.partition(":")[0].split() for line in gone)} == {"c", "d"}, told
     assert c_joined.startswith("c joined: ") and d_joined.startswith("d joined: "), told
     assert d_stopped.startswith("d is gone: "), told
-    assert "taken in at its next checkpoint" in others[1].out and "pauses the run" in others[0].out
+    assert "taken in at the next checkpoint" in others[1].out and "pauses the run" in others[0].out
     assert_like_the_fixed_run(place, name, fixed, run_warm)
 
 

@@ -18,7 +18,7 @@ from plait.errors import PlaitError
 from plait.hosts.handshake import Refused, Secret, greet_joiner, greet_leader, new_secret
 from plait.hosts.joining import HostInfo
 from plait.hosts.leader import HostPart, Hosts
-from plait.hosts.membership import OVER_SENTENCE, WAITS_SENTENCE, HostChange
+from plait.hosts.membership import OVER_SENTENCE, PREPARED_SENTENCE, WAITS_SENTENCE, HostChange, Member
 from plait.launch.values.failure import WorkersFailed
 from plait.launch.values.job import STOP_IN_WORDS, STOPPING, JobResult, Message
 from tests.launch.host import HEARTBEAT
@@ -118,6 +118,82 @@ def test_the_others_go_on_without_a_host_that_is_lost_and_take_it_in_again(run: 
     whole = Record()
     run.work("hello", whole)
     assert whole.values("hello").keys() == {0, 1, 2}
+
+
+def test_who_waits_is_prepared_while_ranks_work_and_taken_in_when_it_is_ready(run: _Run) -> None:
+    membership, ready, answered = run.hosts.membership, threading.Event(), list[Record]()
+
+    def prepare(member: Member) -> None:
+        """A job on the host that waits, beside that of the others; there is no use for the second one."""
+        if member.name == f"{FIT}6":
+            raise PlaitError("its folder holds another run; move it away")
+        record = Record()
+        run.hosts.run_on(member, job("hello", 2), record).require_finished()
+        answered.append(record)
+        assert ready.wait(20)
+
+    membership.prepare_with(prepare)
+
+    def come(record: Record) -> None:
+        fit, useless = run.join(4), run.join(6)
+
+        def save() -> None:
+            assert fit.next_line() == {"kind": "connected"} and fit.next_line()["hosts"] == PREPARED_SENTENCE
+            assert useless.ended(2)["error"] == "its folder holds another run; move it away"
+            wait_until(lambda: bool(answered), within_s=20)
+            membership.may_take_in()
+            assert not membership.wants_pause, "it is not ready"
+            ready.set()
+            wait_until(lambda: bool(membership.may_take_in() or membership.wants_pause), within_s=20)
+
+        threading.Thread(target=save, daemon=True).start()
+
+    result = run.work("wait_for_stop", Record(2, come))
+    assert (result.how, result.stopped_by) == ("paused", "finished")
+    assert answered[0].values("hello").keys() == {0, 1}
+    assert run.names(membership.renew()) == ([], [f"{FIT}4"])
+    again = Record()
+    run.work("hello", again)
+    assert again.values("hello").keys() == {0, 1, 2}
+
+
+def test_where_those_that_are_left_are_too_few_who_waits_is_waited_for(run: _Run) -> None:
+    membership, ready = run.hosts.membership, threading.Event()
+
+    def prepare(member: Member) -> None:
+        assert ready.wait(20)
+
+    membership.prepare_with(prepare)
+    run.join(4)
+    wait_until(lambda: bool(membership.look() or membership._waiting), within_s=20)
+    assert not membership.renew(), "it is not ready"
+    threading.Timer(0.1, ready.set).start()
+    assert run.names(membership.renew("all")) == ([], [f"{FIT}4"])
+
+
+def test_a_host_that_works_while_it_waits_is_told_that_the_run_has_ended() -> None:
+    secret, agents, begun, ended = new_secret(), list[HostProcess](), threading.Event(), list[str]()
+    try:
+        with Hosts(address="127.0.0.1", secret=secret, members=1, entries=ENTRIES, heartbeat=HEARTBEAT) as hosts:
+            made = _Run(hosts, secret, agents)
+            made.join(2)
+            hosts.membership.admit(anybody, within_s=30, joining="open")
+
+            def prepare(member: Member) -> None:
+                try:
+                    hosts.run_on(member, job("wait_for_stop", 1), Record(1, lambda record: begun.set()))
+                except PlaitError as error:
+                    ended.append(str(error))
+                    raise
+
+            hosts.membership.prepare_with(prepare)
+            late = made.join(4)
+            wait_until(lambda: bool(hosts.membership.look() or begun.is_set()), within_s=20)
+        assert late.ended(2)["error"] == OVER_SENTENCE
+        assert len(ended) == 1 and "was lost" in ended[0], "its thread has ended, too"
+    finally:
+        for agent in agents:
+            agent.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -201,7 +201,15 @@ def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, 
     if site.probe is None:
         return plan, site
     probe = site.probe
-    plans_need = ProbeNeed(
+    plans_need = probe_need(plan)
+    probed = probe(plans_need)
+    holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(probed)
+    return plan if holds else None, replace(site, probe=lambda need: probed if need == plans_need else probe(need))
+
+
+def probe_need(plan: Plan) -> ProbeNeed:
+    """What a probe of several hosts measured for a plan."""
+    return ProbeNeed(
         shape=plan.job.shape,
         batch_sequences=plan.job.batch_sequences,
         precision=plan.arithmetic.precision,
@@ -209,9 +217,6 @@ def _plan_if_probe_holds(plan: Plan, site: MachineSurvey) -> tuple[Plan | None, 
         host_backends=plan.arithmetic.host_backends,
         compile=plan.arithmetic.compile,
     )
-    probed = probe(plans_need)
-    holds = plan.forecast is not None and plan.forecast.probe_digest == probe_digest(probed)
-    return plan if holds else None, replace(site, probe=lambda need: probed if need == plans_need else probe(need))
 
 
 def proven_plan(
