@@ -11,7 +11,7 @@ from plait.model.parts import checks
 
 DELTA_CHUNK = 64
 """Tokens of a sequence that the rule reads at a time."""
-MOST_WIDE, MOST_TAPS = 10_000_000, 1024
+_MOST_WIDE, _MOST_TAPS = 10_000_000, 1024
 """Far above every published model."""
 
 
@@ -31,8 +31,8 @@ class DeltaAttentionShape:
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_width", "value_width"):
-            checks.check_count(f"delta.{name}", getattr(self, name), MOST_WIDE)
-        checks.check_count("delta.taps", self.taps, MOST_TAPS)
+            checks.check_count(f"delta.{name}", getattr(self, name), _MOST_WIDE)
+        checks.check_count("delta.taps", self.taps, _MOST_TAPS)
         if self.value_heads % self.key_heads:
             raise PlaitError(
                 f"delta attention has {self.key_heads} key heads and {self.value_heads} value heads; choose a multiple"

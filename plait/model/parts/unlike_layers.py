@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from plait.errors import PlaitError
 from plait.model.parts import checks
 
-MOST_WIDE = 10_000_000
+_MOST_WIDE = 10_000_000
 """Largest number of heads or width: far above every published model."""
 ValueSource = Literal["own", "keys"]
 
@@ -25,14 +25,14 @@ class FullAttentionShape:
 
     def __post_init__(self) -> None:
         for name in ("head_width", "kv_heads"):
-            checks.check_count(f"full_attention.{name}", getattr(self, name), MOST_WIDE)
+            checks.check_count(f"full_attention.{name}", getattr(self, name), _MOST_WIDE)
         checks.check_shape_value("full_attention.values", self.values, get_args(ValueSource))
 
 
 def check_unlike_layers_in(shape: Any) -> None:
     """Refuse layers that differ in ways that do not fit each other or the other parts of the model."""
     for name in ("layer_input_width", "shared_kv_layers", "shared_kv_ffn"):
-        if type(value := getattr(shape, name)) is not int or not 0 <= value <= MOST_WIDE:
+        if type(value := getattr(shape, name)) is not int or not 0 <= value <= _MOST_WIDE:
             raise PlaitError(f"the model's {name} is {value!r}; choose a whole number of at least 0")
     full = shape.full_attention
     if full is not None:
