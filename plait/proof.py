@@ -254,6 +254,18 @@ def _finite(error: float) -> float | None:
 
 
 _PARTS = {
+    "attention": "attention",
+    "attention.delta_q": "linear attention query",
+    "attention.delta_k": "linear attention key",
+    "attention.delta_v": "linear attention value",
+    "attention.delta_gate": "linear attention gate",
+    "attention.delta_write": "linear attention write strength",
+    "attention.delta_decay": "linear attention decay",
+    "attention.delta_norm": "linear attention norm",
+    "attention.delta_o": "linear attention output",
+    "inputs.gate": "own input's gate",
+    "inputs.projection": "own input's projection",
+    "inputs.norm": "own input's norm",
     "attention_norm": "attention norm",
     "attention.q": "attention query",
     "attention.k": "attention key",
@@ -287,6 +299,9 @@ _PARTS = {
 _WHOLE = {
     "embed.tokens.weight": "the token embedding",
     "embed.positions.weight": "the position table",
+    "embed.layer_tokens.weight": "the table of the layers' own inputs",
+    "embed.layer_projection.weight": "the projection of the layers' own inputs",
+    "embed.layer_norm.weight": "the norm of the layers' own inputs",
     "norm.weight": "the final norm's weight",
     "norm.bias": "the final norm's bias",
     "head.weight": "the head's weight",
@@ -315,4 +330,4 @@ def weight_text(name: str) -> str:
     if layer is None:
         return _WHOLE.get(name, name)
     part, _, kind = pattern_of(name).removeprefix("layers.*.").rpartition(".")
-    return f"layer {layer}'s {_PARTS[part].format(expert_of(name))} {kind}"
+    return f"layer {layer}'s {_PARTS[part].format(expert_of(name))} {kind}" if part else f"layer {layer}'s {kind}"

@@ -21,9 +21,9 @@ from plait.interop.links import refuse_links_out
 from plait.interop.peft_names import PeftModule, peft_modules
 from plait.model.adapter_shape import QUANTIZED_BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
 from plait.model.adapters import directed_weight
-from plait.model.gpt import GPT
+from plait.model.gpt import GPT, share_kept_values
 from plait.model.names import ADAPTER_A, ADAPTER_B
-from plait.model.shape import ModelShape, linear_layers, weight_sizes
+from plait.model.shape import ModelShape, linear_layers, linear_layers_in, weight_sizes
 
 Factors = tuple[Tensor, Tensor]
 """A [rank, in] and B [out, rank] of a linear layer's adapter."""
@@ -96,6 +96,7 @@ def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
         own = base[name].data if name in base else adapter.weights[name].to(like.device, like.dtype)
         path, _, leaf = name.rpartition(".")
         setattr(adapted.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
+    share_kept_values(model, adapted)
     return adapted.eval()
 
 
@@ -109,6 +110,7 @@ def _with_directions(model: GPT, adapter: LoadedAdapter) -> GPT:
             a, b = (adapter.weights[f"{path}.{letter}"].to(own.device) for letter in (ADAPTER_A, ADAPTER_B))
             own = directed_weight(own, a, b, adapter.shape.scale, adapter.magnitudes[path].to(own.device))
         setattr(merged.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
+    share_kept_values(model, merged)
     return merged.eval()
 
 
@@ -165,12 +167,15 @@ def _targets(
 ) -> tuple[AdapterTarget, ...]:
     """The linear layers that have adapters in some layer: the same in each, unless the adapter names its layers."""
     each = [{t for m in modules if m.layer == layer for t in m.targets.values()} for layer in range(shape.layers)]
-    if any(own != each[0] for own in each) and config.get("layers_to_transform") in (None, []):
+    found = set[AdapterTarget]().union(*each)
+    if any(own != found & set(linear_layers_in(shape, layer)) for layer, own in enumerate(each)) and config.get(
+        "layers_to_transform"
+    ) in (None, []):
         raise PlaitError(
             f"the adapter in {folder} adapts other linear layers in some layers than in others, or has fewer layers "
             f"than the {shape.layers} of this model; name the model that it was trained on"
         )
-    return tuple(target for target in linear_layers(shape) if any(target in own for own in each))
+    return tuple(target for target in linear_layers(shape) if target in found)
 
 
 def _filled_up(
@@ -180,7 +185,7 @@ def _filled_up(
     add nothing."""
     sizes, weights = weight_sizes(shape), dict[str, Tensor]()
     for layer in range(shape.layers):
-        for target in targets:
+        for target in [one for one in targets if one in linear_layers_in(shape, layer)]:
             name = f"layers.{layer}.{target}"
             outputs, inputs = sizes[f"{name}.weight"]
             whole_a, whole_b = torch.zeros(rank, inputs), torch.zeros(outputs, rank)

@@ -136,10 +136,13 @@ def _of_text(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 def _without_modules_ahead(
     tensors: Mapping[str, StoredTensor], family: Family, shape: ModelShape
 ) -> tuple[Mapping[str, StoredTensor], int]:
-    """The tensors without those of modules that predict further tokens, which are numbered on after the last layer, and
-    how many such modules there are."""
+    """The tensors without those of modules that predict further tokens, which are numbered on after the last layer or
+    stand beside the layers, and how many such modules there are."""
     if not family.ahead:
         return tensors, 0
+    if "*" not in family.ahead:
+        kept = {name: one for name, one in tensors.items() if not name.startswith(f"{family.ahead}.")}
+        return kept, int(len(kept) < len(tensors))
     numbered = re.compile(re.escape(family.ahead).replace(r"\*", r"(\d+)") + r"\.")
     found = {name: match[1] for name in tensors if (match := numbered.match(name)) and int(match[1]) >= shape.layers}
     return {name: one for name, one in tensors.items() if name not in found}, len(set(found.values()))
@@ -184,11 +187,16 @@ def _places(
             _expert_part(folder, tensors[own + end], size, name if stored.by_expert == "first dim" else "")
             for end, size in (_packed_shapes(own, wanted) if is_packed else [("", wanted)])
         ]
+        if stored.by_channel == "middle dim":
+            found = [replace(one, shape=(one.shape[0], one.shape[2])) for one in found]
         scales = found[1] if is_packed else None
         places[name] = WeightPlace(stored=found[0], name=stored, first=first, scales=scales)
     if shape.tied and head in tensors:
         _refuse_another_head(folder, tensors[head], places["embed.tokens.weight"].stored)
     used = {one.name for place in places.values() for one in _tensors_of(place)}
+    # Of layers that use the keys and values of others, files may hold some that no program reads.
+    alone = stored_sizes(replace(shape, shared_kv_layers=0, shared_kv_ffn=0)) if shape.shared_kv_layers else {}
+    used |= {stored_name(table, name).name for name in alone.keys() - all_sizes.keys()}
     for name in tensors:
         tied = shape.tied and name == head
         empty = 0 in tensors[name].shape  # as of no shared experts
@@ -246,4 +254,6 @@ def _as_matrix(one: StoredTensor) -> StoredTensor:
 def stored_shape(stored: StoredName, outputs: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the tensor with this many outputs in which one of our weights, of these sizes, lies."""
     whole = (outputs, *sizes[1:])
+    if stored.by_channel == "middle dim":
+        return (outputs, 1, *sizes[1:])
     return whole if stored.order == "out in" else whole[::-1]

@@ -13,7 +13,7 @@ from plait.interop.configs.values import ConfigValues, require
 from plait.interop.families import MODEL_FAMILIES, Family
 from plait.model.shape import ModelShape
 
-AROUND_TEXT = ("gemma3", "mistral3")
+AROUND_TEXT = ("gemma3", "gemma4", "mistral3", "qwen3_5")
 """Values of `model_type` of models that read pictures, too, around one of the families' models of text."""
 
 
@@ -73,13 +73,17 @@ def _nearest_family(values: ConfigValues) -> str:
         return "deepseek_v2" if values.get("scoring_func") == "softmax" else "deepseek_v3"
     if "swiglu_limit" in keys and "num_local_experts" in keys:
         return "gpt_oss"
+    if "linear_num_value_heads" in keys:
+        return "qwen3_5_text"
     if keys & {"num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"}:
         return "mixtral" if "num_local_experts" in keys and "moe_intermediate_size" not in keys else "qwen3_moe"
     if "rms_norm_eps" not in keys:  # a LayerNorm
         return "gpt2"
+    if {"num_kv_shared_layers", "hidden_size_per_layer_input", "global_head_dim"} & keys:
+        return "gemma4_text"
     if {"query_pre_attn_scalar", "final_logit_softcapping"} & keys:
         return "gemma3_text"
-    if {"use_qk_norm", "qk_norm", "use_sliding_window", "max_window_layers", "linear_num_value_heads"} & keys:
+    if {"use_qk_norm", "qk_norm", "use_sliding_window", "max_window_layers"} & keys:
         return "qwen3"
     return "mistral" if "sliding_window" in keys else "llama"
 
@@ -90,7 +94,8 @@ def shape_of_config(config: ConfigValues) -> ModelShape:
     family = MODEL_FAMILIES[family_of(config)]
     values = {**family.defaults, **_without_aliases(config, family.aliases)}
     require(values, "is_causal", (True,))
-    require(values, "per_layer_config", (None, {}))
+    if not any("per_layer_config" in part.keys for part in family.parts):
+        require(values, "per_layer_config", (None, {}))
     if (settings := values.get("quantization_config")) is not None:
         method = settings.get("quant_method") if isinstance(settings, Mapping) else None
         if method not in family.packed:
@@ -113,6 +118,8 @@ ARITHMETIC_KEYS: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm", "use_parallel_residual", "parallel_attn"), _OFF),
     **dict.fromkeys(("alibi", "use_bidirectional_attention", "attn_temperature_tuning", "attention_out_bias"), _OFF),
     **dict.fromkeys(("num_kv_shared_layers", "hidden_size_per_layer_input", "full_attention_interval"), (None, 0)),
+    **dict.fromkeys(("attention_k_eq_v", "use_double_wide_mlp", "enable_moe_block"), _OFF),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), _NONE),
 }
 """Keys that change the arithmetic of the families that have them, each with the values that change nothing. A family
 that does not read one refuses all others: its weights were trained with arithmetic that plait would leave out."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from plait.interop.configs.delta_values import DELTA
 from plait.interop.configs.latent_values import LATENT_KINDS, V2_LATENT_AND_EXPERTS, V3_LATENT_AND_EXPERTS
 from plait.interop.configs.mixture_values import experts
 from plait.interop.configs.parts import (
@@ -30,9 +31,11 @@ from plait.interop.configs.parts import (
     score_multiplier,
     unrotated_layers,
 )
-from plait.interop.configs.rope_values import RopeRules, rotary, rotary_by_kind
+from plait.interop.configs.rope_values import RopeRules, rotary, rotary_by_kind, rotary_proportional
+from plait.interop.configs.unlike_layer_values import HEADS_BY_KIND, LAYER_INPUTS, SHARED_KV
 from plait.interop.configs.window_values import (
     NO_WINDOWS,
+    window_but_last,
     window_by_kind,
     window_by_period,
     window_if_used,
@@ -44,6 +47,7 @@ from plait.interop.stored_names import (
     DEEPSEEK_NAMES,
     FUSED_EXPERTS,
     GEMMA3_NAMES,
+    GEMMA4_NAMES,
     GLM4_NAMES,
     GLM_NAMES,
     GPT2_NAMES,
@@ -53,6 +57,7 @@ from plait.interop.stored_names import (
     OLMO2_NAMES,
     OLMOE_NAMES,
     PHI3_NAMES,
+    QWEN35_NAMES,
     QWEN_MOE_NAMES,
     StoredName,
 )
@@ -78,8 +83,8 @@ class Family:
     ignored: tuple[str, ...] = ()
     """Suffixes of names that are not weights: tables and masks in older files."""
     ahead: str = ""
-    """Name of a layer that is not read if its number is beyond the last layer: a module that predicts further tokens;
-    empty if there are none."""
+    """Name of a layer that is not read if its number is beyond the last layer, or of what is not read beside the
+    layers: a module that predicts further tokens; empty if there are none."""
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of keys that config.json lacks."""
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -216,6 +221,33 @@ MODEL_FAMILIES: dict[str, Family] = {
         **_QWEN,
         num_key_value_heads=32,
         head_dim=128,
+    ),
+    "qwen3_5_text": _family(
+        "Qwen3_5ForCausalLM",
+        QWEN35_NAMES,
+        _HEAD_NORMS,
+        fixed(norm_weight="one plus", attention_gate=True),
+        DELTA,
+        _BIASED,
+        NO_WINDOWS,
+        rotary(RopeRules(share=0.25)),
+        ahead="mtp",
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-6,
+        vocab_size=248_320,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        hidden_act="silu",
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        full_attention_interval=4,
     ),
     "mixtral": _family(
         "MixtralForCausalLM",
@@ -379,6 +411,38 @@ MODEL_FAMILIES: dict[str, Family] = {
         max_position_embeddings=131072,
         vocab_size=262_208,
         sliding_window_pattern=6,
+    ),
+    "gemma4_text": _family(
+        "Gemma4ForCausalLM",
+        GEMMA4_NAMES,
+        _HEAD_NORMS,
+        fixed(norm_places="both", value_norm=True, layer_multipliers=True, attention_multiplier=1.0),
+        ROOT_OF_WIDTH,
+        _BIASED,
+        window_but_last(),
+        rotary_proportional(theta=1e6, window_theta=1e4, share=0.25),
+        HEADS_BY_KIND,
+        SHARED_KV,
+        LAYER_INPUTS,
+        cap("final_logit_softcapping", "logit_cap"),
+        only("enable_moe_block", False, write=False),
+        only("use_bidirectional_attention", None, "vision"),
+        activation=activation("hidden_activation", "geglu", "gelu_pytorch_tanh"),
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        head_dim=256,
+        max_position_embeddings=131072,
+        vocab_size=262_144,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=30,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        sliding_window=512,
+        hidden_activation="gelu_pytorch_tanh",
+        vocab_size_per_layer_input=262_144,
+        hidden_size_per_layer_input=256,
+        num_kv_shared_layers=0,
     ),
     "olmo2": _family(
         "Olmo2ForCausalLM",

@@ -13,7 +13,7 @@ from math import sqrt
 from plait.interop.families import MODEL_FAMILIES
 from plait.interop.stored_names import stored_name
 from plait.model.adapter_shape import AdapterShape, AdapterTarget
-from plait.model.shape import ModelShape, weight_sizes
+from plait.model.shape import ModelShape, linear_layers_in, weight_sizes
 
 PEFT_PREFIX = "base_model.model."
 
@@ -61,7 +61,10 @@ def peft_modules(family: str, shape: ModelShape, targets: tuple[AdapterTarget, .
     found: list[PeftModule] = []
     for layer in range(shape.layers):
         modules: dict[str, tuple[tuple[int, ...], dict[int, AdapterTarget]]] = {}
+        present = linear_layers_in(shape, layer)
         for target in targets:
+            if target not in present:
+                continue
             weight = f"layers.{layer}.{target}.weight"
             stored, own = stored_name(table, weight), sizes[weight][0]
             outputs = tuple(sizes[one][0] for one in stored.stack) or (own,) * stored.parts

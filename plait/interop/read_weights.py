@@ -25,10 +25,10 @@ from plait.errors import PlaitError
 from plait.interop.base_model import BaseModel, WeightPlace
 from plait.interop.mxfp4 import NUMBERS_BYTES, unpacked
 from plait.interop.tensor_files import ITEM_SIZES, StoredTensor
-from plait.model.gpt import GPT, reset_biases
+from plait.model.gpt import GPT, kept_in, reset_kept_values
 from plait.model.names import dims_of
 from plait.model.shape import weight_sizes
-from plait.model.weights import kept_values, stored_sizes
+from plait.model.weights import stored_sizes
 from plait.partition.boxes import Box, whole_box
 
 READ_BYTES = 1 << 24
@@ -69,15 +69,16 @@ def load_model_from(base: BaseModel, sequence: int, device: torch.device) -> GPT
     with torch.device("meta"):
         model = GPT(base.shape_for(sequence))
     model.to_empty(device=device)
-    reset_biases(model)
+    reset_kept_values(model)
     read_boxes(base, ((name, whole_box(one.shape), one) for name, one in file_tensors(model)))
     return model.eval()
 
 
 def file_tensors(model: GPT) -> Iterator[tuple[str, Tensor]]:
-    """All tensors that a whole model's files hold, by name: its weights and its routers' biases."""
+    """All tensors that a whole model's files hold, by name: its weights, its routers' biases and its layers'
+    multipliers."""
     yield from ((name, parameter.data) for name, parameter in model.named_parameters())
-    yield from ((name, model.get_buffer(name)) for name in kept_values(model.shape))
+    yield from kept_in(model).items()
 
 
 def _fill_box(place: WeightPlace, box: Box, tensor: Tensor, open_file: _Opener) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from plait.model.names import BALANCE, expert_of, layer_of, pattern_of
+from plait.model.names import BALANCE, LAYER_PROJECTION, LAYER_TABLE, MULTIPLIER, expert_of, layer_of, pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class StoredName:
     turns."""
     by_expert: Literal["no", "first dim"] = "no"
     """Whether the tensor has one more dim, the first, of experts."""
+    by_channel: Literal["no", "middle dim"] = "no"
+    """Whether the tensor has one more dim, of one, between outputs and inputs: a convolution of single channels."""
     dtype: Literal["", "F32"] = ""
     """The dtype that this tensor always has in a file; "": the same as the others."""
 
@@ -189,6 +191,42 @@ GEMMA3_NAMES = _renamed(
     feedforward_norm="pre_feedforward_layernorm",
     feedforward_post_norm="post_feedforward_layernorm",
 )
+GEMMA4_NAMES = {
+    **_renamed(
+        GEMMA3_NAMES,
+        inputs__gate="per_layer_input_gate",
+        inputs__projection="per_layer_projection",
+        inputs__norm="post_per_layer_input_norm",
+    ),
+    LAYER_TABLE: StoredName(name="model.embed_tokens_per_layer.weight"),
+    LAYER_PROJECTION: StoredName(name="model.per_layer_model_projection.weight"),
+    "embed.layer_norm.weight": StoredName(name="model.per_layer_projection_norm.weight"),
+    f"layers.*.{MULTIPLIER}": StoredName(name=f"{_LAYER}.layer_scalar"),
+}
+_DELTA = {
+    "gate": "in_proj_z",
+    "write": "in_proj_b",
+    "decay": "in_proj_a",
+    "norm": "norm",
+    "o": "out_proj",
+}
+_DELTA_INPUTS, _DELTA_TAPS = (
+    tuple(f"layers.*.attention.delta_{one}{kind}" for one in "qkv") for kind in (".weight", "_taps")
+)
+QWEN35_NAMES = {
+    **LLAMA_NAMES,
+    **{own: StoredName(name=f"{_LAYER}.linear_attn.in_proj_qkv.weight", stack=_DELTA_INPUTS) for own in _DELTA_INPUTS},
+    **{
+        own: StoredName(name=f"{_LAYER}.linear_attn.conv1d.weight", stack=_DELTA_TAPS, by_channel="middle dim")
+        for own in _DELTA_TAPS
+    },
+    **{
+        f"layers.*.attention.delta_{own}.weight": StoredName(name=f"{_LAYER}.linear_attn.{name}.weight")
+        for own, name in _DELTA.items()
+    },
+    "layers.*.attention.delta_decay_bias": StoredName(name=f"{_LAYER}.linear_attn.dt_bias"),
+    "layers.*.attention.delta_decay_log": StoredName(name=f"{_LAYER}.linear_attn.A_log"),
+}
 OLMO2_NAMES = _renamed(
     LLAMA_NAMES,
     attention_norm="",

@@ -144,7 +144,7 @@ def _blocks(one: WrittenTensor, read: ReadPart) -> Iterator[Tensor]:
     if len(one.shape) == 1:
         yield _joined([read(name, (0,), (own,)) for name, own in zip(one.weights, one.outputs, strict=True)], one.every)
         return
-    rows, columns = one.shape
+    rows, columns = one.shape[0], one.shape[-1]
     at_once = max(1, WRITE_BYTES // (8 * columns))
     if one.order == "in out":  # our rows are its columns
         for first in range(0, rows, at_once):

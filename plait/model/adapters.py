@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plait.model.gpt import GPT
+from plait.model.gpt import GPT, share_kept_values
 from plait.model.linear import Linear
 
 
@@ -39,4 +39,5 @@ def merge_adapters(model: GPT) -> GPT:
             parameter.copy_(merged_weight(layer.weight, layer.lora_a, layer.lora_b, layer.scale))
         else:
             parameter.copy_(sources[name])
+    share_kept_values(model, plain)
     return plain

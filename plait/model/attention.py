@@ -6,7 +6,7 @@ Legend: b rows of the batch, t tokens of a row, n all tokens (b × t), h heads, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from math import sqrt
@@ -21,7 +21,7 @@ from plait.model.blocked_attention import attend_in_blocks, suits_blocks
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.masked_attention import attend_last, attend_masked
 from plait.model.matmul import attend_by_default_library
-from plait.model.norm import RMSNorm, make_head_norm, norm_offset
+from plait.model.norm import RMSNorm, make_head_norm, make_value_norm, norm_offset
 from plait.model.parts.checks import biased_parts
 from plait.model.rotary import Rotation, rotate_first, rotate_first_pairs
 from plait.model.shape import ModelShape
@@ -84,10 +84,26 @@ class Cache:
     first, then token by token."""
 
     def __init__(self, shape: ModelShape, *, rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        heads = (2, shape.kv_heads, shape.head_width) if shape.latent is None else (1, 1, shape.size_of("latent"))
-        kinds, *head = heads
-        self._kept = torch.empty((shape.layers, kinds, rows, shape.sequence, *head), dtype=dtype, device=device)
+        self._kept: dict[int, Tensor] = {}
+        for layer in range(shape.layers):
+            if shape.shares_kv(layer) or shape.has_delta(layer):
+                continue
+            own = shape.at(layer)
+            kinds, *head = (2, own.kv_heads, own.head_width) if own.latent is None else (1, 1, own.size_of("latent"))
+            self._kept[layer] = torch.empty((kinds, rows, shape.sequence, *head), dtype=dtype, device=device)
+        self.inputs: dict[int, list[Tensor]] = {}
+        """Of layers with delta attention the last inputs of their convolutions."""
+        self.states: dict[int, Tensor] = {}
+        """The states of these layers' heads."""
         self.length = 0
+
+    def extend_inputs(self, layer: int, new_btd: list[Tensor], most: int) -> tuple[list[Tensor], int]:
+        """Put the last inputs of a layer's convolutions in front of new ones; returns them together, and how many were
+        there. The last `most` of all are kept."""
+        old = self.inputs.get(layer, [x[:, :0] for x in new_btd])
+        joined = [torch.cat(pair, dim=1) for pair in zip(old, new_btd, strict=True)]
+        self.inputs[layer] = [x[:, max(0, x.shape[1] - most) :] for x in joined]
+        return joined, old[0].shape[1]
 
     def extend(self, layer: int, *new_bthd: Tensor) -> list[Tensor]:
         """Append what is new of a layer: keys and values, or latents; returns all that are kept of each. `length` grows
@@ -96,6 +112,16 @@ class Cache:
         for kept_bthd, added_bthd in zip(self._kept[layer], new_bthd, strict=True):
             kept_bthd[:, self.length : end] = added_bthd
         return [kept_bthd[:, :end] for kept_bthd in self._kept[layer]]
+
+
+class LentKeys:
+    """Keys and values that later layers use again, by "window" or "full"; layers add theirs as they run.
+
+    No dataclass and no dict, of which torch's FSDP2 hands each layer a copy.
+    """
+
+    def __init__(self) -> None:
+        self.by_kind: dict[str, tuple[Tensor, Tensor]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +142,12 @@ class Rows:
     """The rotation of layers with a window, where it is not that of the others."""
     query_growth: Tensor | None = None
     """What queries are multiplied by at each position, [b or 1, t, 1, 1]; None: nothing."""
+    layer_input: Tensor | None = None
+    """What this layer is given of its own, [n, width of it]; None: nothing."""
+    positions_bt: Tensor | None = None
+    """The tokens' places in their documents, [b or 1, t], where a layer asks for them."""
+    lent: LentKeys = field(default_factory=LentKeys)
+    """What layers lend to later ones."""
 
 
 Attend = Callable[..., Tensor]
@@ -128,16 +160,20 @@ class Attention(nn.Module):
     """Multi-head or grouped-query attention.
 
     Head counts are read off the weights, so a module that holds a part of the heads works as it stands; `attend` may be
-    replaced by another core of the same mathematics.
+    replaced by another core of the same mathematics. `k` is None in a layer that shares another one's keys and values,
+    and `v` there, too, and where keys are values.
     """
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
         biased = biased_parts(shape.bias)
+        shares, is_value = shape.shares_kv(layer), shape.values_are_keys(layer)
+        self.lends, self.window = shape.lends_kv(layer), shape.window_of(layer)
+        self.kind = "window" if self.window else "full"
+        shape = shape.at(layer)
         query_width, kv_width = shape.size_of("heads"), shape.size_of("kv_heads")
         self.layer = layer
         self.head_width = shape.head_width
-        self.window = shape.window_of(layer)
         self.query_scale = 1.0 if shape.attention_scale == "head" else 1.0 / (layer + 1)
         if shape.attention_multiplier:  # the cores divide by the root of the head's width
             self.query_scale *= shape.attention_multiplier * sqrt(shape.head_width)
@@ -145,12 +181,18 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(shape.heads)) if shape.attention_sinks else None
         self.is_rotated = layer not in shape.unrotated_layers
         self.rotate = rotate_first if shape.rotary_pairs == "halves" else rotate_first_pairs
-        self.q = Linear(shape.width, query_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.q"))
-        self.k = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.k"))
-        self.v = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.v"))
+        self.is_gated = shape.attention_gate
+        queries = shape.size_of("queries")
+        self.q = Linear(shape.width, queries, bias="qkv" in biased, adapter=shape.adapter_of("attention.q"))
+        self.k = self.v = None
+        if not shares:
+            self.k = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.k"))
+        if not (shares or is_value):
+            self.v = Linear(shape.width, kv_width, bias="qkv" in biased, adapter=shape.adapter_of("attention.v"))
         by_head = shape.qk_norm and shape.qk_norm_width == "head"
         self.q_norm = make_head_norm(shape) if by_head else nn.Identity()
-        self.k_norm = make_head_norm(shape) if by_head else nn.Identity()
+        self.k_norm = make_head_norm(shape) if by_head and not shares else nn.Identity()
+        self.v_norm = make_value_norm(shape) if shape.value_norm else nn.Identity()
         as_one = shape.qk_norm and shape.qk_norm_width == "all heads"
         offset = norm_offset(shape)
         self.queries_norm = RMSNorm(query_width, shape.norm_eps, offset=offset) if as_one else nn.Identity()
@@ -161,26 +203,49 @@ class Attention(nn.Module):
     def forward(self, x_nd: Tensor, rows: Rows) -> Tensor:
         heads = (rows.rows, rows.tokens, -1, self.head_width)
         x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product
-        v_bthd = self.v(x_nd).view(heads)
+        made_v_bthd = None if self.v is None else self.v(x_nd).view(heads)
+        made_nd, gate_bthd = self.q(x_nd), None
         # On GPUs autocast has norms answer in float32, which attention's fast kernels do not take.
-        q_bthd = self.q_norm(self.queries_norm(self.q(x_nd)).view(heads)).to(v_bthd.dtype)
-        k_bthd = self.k_norm(self.keys_norm(self.k(x_nd)).view(heads)).to(v_bthd.dtype)
+        if self.is_gated:
+            made_bthd, gate_bthd = made_nd.view(rows.rows, rows.tokens, -1, 2 * self.head_width).chunk(2, dim=-1)
+            q_bthd = self.q_norm(made_bthd).to(made_nd.dtype)
+        else:
+            q_bthd = self.q_norm(self.queries_norm(made_nd).view(heads)).to(made_nd.dtype)
         local = self.window > 0 and rows.window_rotation is not None
-        rotation = rows.window_rotation if local else rows.rotation
-        if rotation is not None and self.is_rotated:
-            q_bthd, k_bthd = self.rotate(q_bthd, rotation), self.rotate(k_bthd, rotation)
+        rotation = (rows.window_rotation if local else rows.rotation) if self.is_rotated else None
+        if self.k is None:
+            k_bthd, v_bthd = rows.lent.by_kind[self.kind]
+        else:
+            k_bthd, v_bthd = self._keys_and_values(self.k(x_nd), made_v_bthd, rows, rotation)
+        q_bthd = q_bthd if rotation is None else self.rotate(q_bthd, rotation)
         if rows.query_growth is not None:
-            q_bthd = (q_bthd * rows.query_growth).to(v_bthd.dtype)
+            q_bthd = (q_bthd * rows.query_growth).to(made_nd.dtype)
         if self.query_scale != 1.0:
             q_bthd = q_bthd * self.query_scale
         if rows.cache is not None:
-            k_bthd, v_bthd = rows.cache.extend(self.layer, k_bthd, v_bthd)
             mixed_bthd = attend_cached(q_bthd, k_bthd, v_bthd, self.window, self.cap, self.sinks)
         elif self.cap or self.sinks is not None:
             mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window, self.cap, self.sinks)
         else:
             mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window)
+        if gate_bthd is not None:
+            mixed_bthd = mixed_bthd * gate_bthd.sigmoid()
         return self.o(mixed_bthd.reshape(len(x_nd), -1))
+
+    def _keys_and_values(
+        self, made_nd: Tensor, made_v_bthd: Tensor | None, rows: Rows, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor]:
+        """This layer's own from what its matrices give, with those of earlier tokens where there is a cache; lent to
+        later layers if they share them. Without a matrix for values they are made of the keys."""
+        heads = (rows.rows, rows.tokens, -1, self.head_width)
+        k_bthd = self.k_norm(self.keys_norm(made_nd).view(heads)).to(made_nd.dtype)
+        v_bthd = self.v_norm(made_nd.view(heads) if made_v_bthd is None else made_v_bthd).to(made_nd.dtype)
+        k_bthd = k_bthd if rotation is None else self.rotate(k_bthd, rotation)
+        if rows.cache is not None:
+            k_bthd, v_bthd = rows.cache.extend(self.layer, k_bthd, v_bthd)
+        if self.lends:
+            rows.lent.by_kind[self.kind] = k_bthd, v_bthd
+        return k_bthd, v_bthd
 
 
 def attend(

@@ -14,16 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.attention import Cache, Documents, Rows
-from plait.model.feedforward import FeedForward
+from plait.model.feedforward import FeedForward, activated
 from plait.model.latent_attention import make_attention
-from plait.model.linear import Linear
+from plait.model.linear import Linear, to_compute_precision
 from plait.model.mixture import Mixture
-from plait.model.names import EMBEDDING, HEAD
-from plait.model.norm import make_last_norm, make_norm
+from plait.model.names import EMBEDDING, HEAD, layer_of
+from plait.model.norm import RMSNorm, make_last_norm, make_norm, norm_offset
 from plait.model.prediction_heads import AheadInput, AuxiliaryHead, MicroObjectives, hand_over
+from plait.model.rope_scaling import WindowRope
 from plait.model.rotary import Rotary
 from plait.model.shape import ModelPart, ModelShape, whole_model
-from plait.model.weights import heads_in, holds_weight, is_trained, rotary_width
+from plait.model.weights import heads_in, holds_weight, is_trained, kept_values, rotary_width
 
 
 class GPT(nn.Module):
@@ -77,6 +78,7 @@ class GPT(nn.Module):
         if positions_bt is None:
             positions_bt = row_positions(tokens_bt, first=cache.length if cache is not None else 0)
         hidden_nd = self._enter(tokens_bt, positions_bt) if stream_nd is None else stream_nd
+        inputs_nld = self._layer_inputs(tokens_bt, hidden_nd) if self.shape.layer_input_width else None
         rows = Rows(
             rows=tokens_bt.shape[0],
             tokens=tokens_bt.shape[1],
@@ -89,9 +91,12 @@ class GPT(nn.Module):
             cache=cache,
             counted_n=counted_n,
             numbers_n=numbers_n,
+            positions_bt=positions_bt if self.shape.delta is not None else None,
         )
+        inputs = () if inputs_nld is None else inputs_nld.unbind(1)
         for number in self.part.layers:
-            hidden_nd = self.layers[str(number)](hidden_nd, rows)
+            own = replace(rows, layer_input=inputs[number]) if inputs else rows
+            hidden_nd = self.layers[str(number)](hidden_nd, own)
             if objectives is not None and str(number + 1) in self.auxiliary:
                 head, loss = self.auxiliary[str(number + 1)], objectives.losses[f"layer_{number + 1}"]
                 hidden_nd = head(hidden_nd, self.head_weight(), loss)
@@ -131,6 +136,13 @@ class GPT(nn.Module):
         assert self.embed is not None, "this part of the model begins with the stream of the part before it"
         return self.embed(tokens_bt, positions_bt)
 
+    def _layer_inputs(self, tokens_bt: Tensor, hidden_nd: Tensor) -> Tensor:
+        assert self.embed is not None, (
+            "layers' inputs are made of the embedding, and the layers are in one part with it"
+        )
+        inputs_nld: Tensor = self.embed.layer_inputs(tokens_bt, hidden_nd)
+        return inputs_nld
+
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """Scores of every vocabulary entry, [N, vocabulary]."""
         return capped(F.linear(hidden_nd, self.head_weight()), self.shape.logit_cap)
@@ -165,6 +177,10 @@ class Embedding(nn.Module):
         learned = shape.positions == "learned" and part.embeds
         self.positions = _table(shape.size_of("positions"), shape.width) if learned else None
         self.multiplier = shape.embedding_multiplier
+        each, has_inputs = shape.layer_input_width, shape.layer_input_width > 0 and part.embeds
+        self.layer_tokens = _table(shape.vocabulary, each * shape.layers) if has_inputs else None
+        self.layer_projection = Linear(shape.width, each * shape.layers, bias=False) if has_inputs else None
+        self.layer_norm = RMSNorm(each, shape.norm_eps, offset=norm_offset(shape)) if has_inputs else None
 
     def forward(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
         """The stream [B × T, width]."""
@@ -180,6 +196,37 @@ class Embedding(nn.Module):
         if self.multiplier != 1.0:
             embedded_btd = embedded_btd * self.multiplier
         return embedded_btd.flatten(0, 1)
+
+    def layer_inputs(self, tokens_bt: Tensor, embedded_nd: Tensor) -> Tensor:
+        """What each layer is given of its own, [n, layers, width of it], from the tokens and their embeddings."""
+        assert self.layer_tokens is not None and self.layer_projection is not None and self.layer_norm is not None
+        looked_up_nd = self.layer_tokens(tokens_bt).flatten(0, 1)
+        return joined_layer_inputs(looked_up_nd, embedded_nd, self.layer_projection, self.layer_norm)
+
+
+def joined_layer_inputs(looked_up_nd: Tensor, embedded_nd: Tensor, projection: Linear, norm: RMSNorm) -> Tensor:
+    """The inputs of all layers [n, layers, width of it] from both their parts: rows of a table of their own, times the
+    root of that width, and a projection of the embedding, over the root of the model's width and normed (Gemma 4)."""
+    width = norm.weight.numel()
+    projected_nd = projection(to_compute_precision(embedded_nd)) * embedded_nd.shape[-1] ** -0.5
+    projected_nld = norm(projected_nd.unflatten(1, (-1, width)))
+    return (projected_nld + looked_up_nd.unflatten(1, (-1, width)) * width**0.5) * 2**-0.5
+
+
+class LayerInput(nn.Module):
+    """Adds to the stream what a layer is given of its own: weighed by the stream, projected and normed (Gemma 4)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = Linear(shape.width, shape.layer_input_width, bias=False)
+        self.projection = Linear(shape.layer_input_width, shape.width, bias=False)
+        self.norm = make_norm(shape)
+        self.activation = shape.activation
+
+    def forward(self, stream_nd: Tensor, input_nd: Tensor) -> Tensor:
+        weighed_nd = activated(self.activation, self.gate(to_compute_precision(stream_nd)), input_nd)
+        added_nd: Tensor = self.norm(self.projection(to_compute_precision(weighed_nd)))
+        return stream_nd + added_nd
 
 
 class Layer(nn.Module):
@@ -197,8 +244,11 @@ class Layer(nn.Module):
         self.attention_post_norm = make_norm(shape) if after else nn.Identity()
         self.feedforward_norm = make_norm(shape) if before else nn.Identity()
         mixture = shape.mixture_of(layer)
-        self.feedforward = FeedForward(shape) if mixture is None else Mixture(shape, mixture)
+        self.feedforward = FeedForward(shape.at(layer)) if mixture is None else Mixture(shape, mixture)
         self.feedforward_post_norm = make_norm(shape) if after else nn.Identity()
+        self.inputs = LayerInput(shape) if shape.layer_input_width else None
+        self.multiplier: Tensor | None
+        self.register_buffer("multiplier", torch.ones(1) if shape.layer_multipliers else None, persistent=False)
         self.residual_multiplier = shape.residual_multiplier
         self.run: RunLayer = run_layer
 
@@ -220,7 +270,10 @@ def run_layer(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
         inner_nd = layer.feedforward(normed_nd, rows)
     else:
         inner_nd = layer.feedforward(normed_nd)
-    return torch.add(stream_nd, layer.feedforward_post_norm(inner_nd), alpha=share)
+    stream_nd = torch.add(stream_nd, layer.feedforward_post_norm(inner_nd), alpha=share)
+    if layer.inputs is not None:
+        stream_nd = layer.inputs(stream_nd, rows.layer_input)
+    return stream_nd if layer.multiplier is None else stream_nd * layer.multiplier.to(stream_nd.dtype)
 
 
 def capped(scores: Tensor, cap: float) -> Tensor:
@@ -234,10 +287,27 @@ def mixtures_of(part: GPT) -> dict[int, Mixture]:
     return {number: one for number, one in found.items() if isinstance(one, Mixture)}
 
 
-def reset_biases(part: GPT) -> None:
-    """Set the biases of all routers to zero, as they begin: a model that was given memory has none yet."""
+def reset_kept_values(part: GPT) -> None:
+    """Set the biases of all routers to zero and the multipliers of all layers to one, as they begin: a model that was
+    given memory has none yet."""
     for one in mixtures_of(part).values():
         one.router.balance.zero_()
+    for layer in part.layers.values():
+        if isinstance(layer, Layer) and layer.multiplier is not None:
+            layer.multiplier.fill_(1.0)
+
+
+def kept_in(part: GPT) -> dict[str, Tensor]:
+    """The vectors that no gradient changes of a part of a model, by name: weights.kept_values."""
+    names = kept_values(part.shape)
+    return {name: part.get_buffer(name) for name in names if str(layer_of(name)) in part.layers}
+
+
+def share_kept_values(source: GPT, into: GPT) -> None:
+    """Give a model the vectors of another one that no gradient changes."""
+    for name, values in kept_in(source).items():
+        path, _, leaf = name.rpartition(".")
+        setattr(into.get_submodule(path), leaf, values)
 
 
 def make_rotaries(shape: ModelShape, sequence: int) -> tuple[Rotary | None, Rotary | None]:
@@ -245,8 +315,12 @@ def make_rotaries(shape: ModelShape, sequence: int) -> tuple[Rotary | None, Rota
     this many tokens."""
     if shape.positions != "rope":
         return None, None
-    width, own = rotary_width(shape), shape.window_rope
-    everywhere = Rotary(sequence=sequence, head_width=width, theta=shape.rope_theta, scaling=shape.rope)
+    width, own, full = rotary_width(shape), shape.window_rope, shape.full_attention
+    if own is None and full is not None:  # unlike heads, turned by the same angles
+        own = WindowRope(theta=shape.rope_theta, scaling=shape.rope)
+    everywhere = Rotary(
+        sequence=sequence, head_width=full.head_width if full else width, theta=shape.rope_theta, scaling=shape.rope
+    )
     if own is None:
         return everywhere, None
     return everywhere, Rotary(sequence=sequence, head_width=width, theta=own.theta, scaling=own.scaling)

@@ -32,11 +32,13 @@ begin "changed", because a zero would hide what goes wrong behind it."""
 
 def first_value(name: str, shape: ModelShape, seed: int, start: AdapterStart = "unchanged") -> Tensor:
     """The whole first value of one weight in float32 on the CPU; a rank that holds a part cuts its part from it."""
-    sizes = tuple(shape.size_of(dim) for dim in dims_of(name))
+    sizes = shape.sizes_of(name)
     if name.endswith((".bias", ".sinks")) or (name.endswith(f".{ADAPTER_B}") and start == "unchanged"):
         return torch.zeros(sizes)
+    if name.endswith((".delta_decay_bias", ".delta_decay_log")):
+        return torch.zeros(sizes)
     if len(sizes) == 1:
-        return torch.full(sizes, 1.0 - norm_offset(shape))
+        return torch.full(sizes, 1.0 - (0.0 if name.endswith(".delta_norm.weight") else norm_offset(shape)))
     key = blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
     uniform = torch.rand(prod(sizes), generator=generator).sub_(0.5)
@@ -48,7 +50,7 @@ def first_std(name: str, shape: ModelShape) -> float:
     dims = dims_of(name)
     if "vocabulary" in dims or "positions" in dims:
         return 0.5 / sqrt(shape.width)
-    fan_in = shape.size_of(dims[1])
+    fan_in = shape.sizes_of(name)[1]
     if is_adapter(name):
         return 1 / sqrt(3 * fan_in)  # from -1 / sqrt(fan_in) to 1 / sqrt(fan_in), as PEFT draws
     # A projection before a layer for prediction ahead begins a stream, and adds to none.

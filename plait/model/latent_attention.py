@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.attention import Attend, Attention, Rows, attend, attend_cached
+from plait.model.delta_attention import DeltaAttention
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.norm import RMSNorm
 from plait.model.parts.latent_attention import LATENT_NORM_EPS, LatentAttentionShape, score_factor
@@ -126,11 +127,13 @@ class LatentAttention(nn.Module):
         return self.latent.value_width
 
 
-AnyAttention = Attention | LatentAttention
+AnyAttention = Attention | LatentAttention | DeltaAttention
 
 
 def make_attention(shape: ModelShape, layer: int) -> AnyAttention:
     """The attention of a layer, of the kind that the shape says."""
+    if shape.delta is not None and layer in shape.delta.layers:
+        return DeltaAttention(shape, shape.delta, layer)
     return Attention(shape, layer) if shape.latent is None else LatentAttention(shape, shape.latent, layer)
 
 

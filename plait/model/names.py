@@ -13,19 +13,28 @@ Dim = Literal[
     "width", "heads", "kv_heads", "head_width", "head_count", "ffn", "vocabulary", "positions", "rank",
     "experts", "expert_ffn", "shared_ffn", "joined",
     "query_heads", "query_rank", "key_value_heads", "key_value_rank", "latent",
+    "layer_input", "layer_inputs", "one",
+    "queries", "delta_keys", "delta_values", "delta_heads", "delta_value_width", "taps",
 ]  # fmt: skip
 EMBEDDING, HEAD = "embed.tokens.weight", "head.weight"
 """The vocabulary's tables."""
 BALANCE = "feedforward.router.balance"
 """A router's bias: no weight, for no gradient changes it; see ModelShape.mixture."""
+MULTIPLIER = "multiplier"
+"""The factor of a layer's result, which no gradient changes either; see ModelShape.layer_multipliers."""
+LAYER_TABLE, LAYER_PROJECTION = "embed.layer_tokens.weight", "embed.layer_projection.weight"
+"""What the inputs of all layers are made from: of each token, and of its embedding."""
 
 _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "embed.tokens.weight": ("vocabulary", "width"),
     "embed.positions.weight": ("positions", "width"),
+    LAYER_TABLE: ("vocabulary", "layer_inputs"),
+    LAYER_PROJECTION: ("layer_inputs", "width"),
+    "embed.layer_norm.weight": ("layer_input",),
     "layers.*.attention_norm.weight": ("width",),
     "layers.*.attention_norm.bias": ("width",),
-    "layers.*.attention.q.weight": ("heads", "width"),
-    "layers.*.attention.q.bias": ("heads",),
+    "layers.*.attention.q.weight": ("queries", "width"),
+    "layers.*.attention.q.bias": ("queries",),
     "layers.*.attention.k.weight": ("kv_heads", "width"),
     "layers.*.attention.k.bias": ("kv_heads",),
     "layers.*.attention.v.weight": ("kv_heads", "width"),
@@ -42,6 +51,19 @@ _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "layers.*.attention.key_value_down.weight": ("latent", "width"),
     "layers.*.attention.key_value_norm.weight": ("key_value_rank",),
     "layers.*.attention.key_value_up.weight": ("key_value_heads", "key_value_rank"),
+    "layers.*.attention.delta_q.weight": ("delta_keys", "width"),
+    "layers.*.attention.delta_k.weight": ("delta_keys", "width"),
+    "layers.*.attention.delta_v.weight": ("delta_values", "width"),
+    "layers.*.attention.delta_q_taps": ("delta_keys", "taps"),
+    "layers.*.attention.delta_k_taps": ("delta_keys", "taps"),
+    "layers.*.attention.delta_v_taps": ("delta_values", "taps"),
+    "layers.*.attention.delta_gate.weight": ("delta_values", "width"),
+    "layers.*.attention.delta_write.weight": ("delta_heads", "width"),
+    "layers.*.attention.delta_decay.weight": ("delta_heads", "width"),
+    "layers.*.attention.delta_decay_bias": ("delta_heads",),
+    "layers.*.attention.delta_decay_log": ("delta_heads",),
+    "layers.*.attention.delta_norm.weight": ("delta_value_width",),
+    "layers.*.attention.delta_o.weight": ("width", "delta_values"),
     "layers.*.attention.o.weight": ("width", "heads"),
     "layers.*.attention.o.bias": ("width",),
     "layers.*.attention_post_norm.weight": ("width",),
@@ -68,6 +90,10 @@ _BASE_DIMS: dict[str, tuple[Dim, ...]] = {
     "layers.*.feedforward.shared.gate.weight": ("shared_ffn", "width"),
     "layers.*.feedforward.shared.up.weight": ("shared_ffn", "width"),
     "layers.*.feedforward.shared.down.weight": ("width", "shared_ffn"),
+    "layers.*.inputs.gate.weight": ("layer_input", "width"),
+    "layers.*.inputs.projection.weight": ("width", "layer_input"),
+    "layers.*.inputs.norm.weight": ("width",),
+    f"layers.*.{MULTIPLIER}": ("one",),
     "norm.weight": ("width",),
     "norm.bias": ("width",),
     "head.weight": ("vocabulary", "width"),
@@ -86,7 +112,9 @@ _LINEAR_LAYERS = {
     if name.startswith("layers.")
     and name.endswith(".weight")
     and len(dims) == 2
-    and not any(part in name for part in (".router.", ".experts.", ".shared.", ".query", ".key_value"))
+    and not any(
+        part in name for part in (".router.", ".experts.", ".shared.", ".query", ".key_value", ".inputs.", ".delta_")
+    )
 }
 DIMS: dict[str, tuple[Dim, ...]] = {
     **_BASE_DIMS,
@@ -98,7 +126,7 @@ DIMS: dict[str, tuple[Dim, ...]] = {
 
 CUTTABLE: frozenset[Dim] = frozenset({
     "heads", "kv_heads", "head_count", "ffn", "expert_ffn", "shared_ffn", "vocabulary", "query_heads",
-    "key_value_heads",
+    "key_value_heads", "queries", "delta_keys", "delta_values", "delta_heads",
 })  # fmt: skip
 """Dims that tensor parallelism may split; heads are split between heads, never inside one."""
 
@@ -155,18 +183,19 @@ def cut_dim(name: str) -> int | None:
 
 def decays(name: str) -> bool:
     """Whether weight decay applies: to the matrices of linear layers, not to norms, biases and embeddings."""
-    return len(dims_of(name)) == 2 and not name.startswith("embed.")
+    return len(dims_of(name)) == 2 and not name.startswith("embed.") and "taps" not in dims_of(name)
 
 
 def is_hidden_matrix(name: str) -> bool:
     """Whether a weight is a matrix from one hidden layer to the next, which Muon updates as a whole.
 
     Those are the matrices of attention, feed-forward parts and experts, and the projections of prediction ahead. Not
-    the vocabulary's tables, whose rows are tokens, nor a router, whose rows are experts, nor an adapter's two factors,
-    which stand for their product.
+    the vocabulary's tables, whose rows are tokens, nor a router, whose rows are experts, nor a convolution's taps, nor
+    an adapter's two factors, which stand for their product.
     """
     in_between = layer_of(name) is not None or depth_of(name) is not None
-    return in_between and len(dims_of(name)) == 2 and ".router." not in name and not is_adapter(name)
+    others = ".router." in name or "taps" in dims_of(name) or is_adapter(name)
+    return in_between and len(dims_of(name)) == 2 and not others
 
 
 def is_adapter(name: str) -> bool:

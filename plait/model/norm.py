@@ -34,6 +34,11 @@ def make_head_norm(shape: ModelShape) -> nn.Module:
     return RMSNorm(shape.head_width, shape.norm_eps, offset=norm_offset(shape))
 
 
+def make_value_norm(shape: ModelShape) -> nn.Module:
+    """A norm over one head's values, without a weight (Gemma 4)."""
+    return WeightlessRMSNorm(shape.head_width, shape.norm_eps)
+
+
 # Note [norms of wider streams]: where weights are gathered in bfloat16 (parallel/sharding), the stream stays float32,
 # and torch's kernels on processors take both only in one dtype.
 
@@ -78,6 +83,17 @@ class RMSNorm(nn.Module):
         if x.device.type == "cpu" and exact and not torch.compiler.is_compiling():
             return _RMSNorm.apply(x, weight, self.eps)
         return F.rms_norm(x, self.weight.shape, weight, self.eps)
+
+
+class WeightlessRMSNorm(nn.Module):
+    """Divide by the root of the mean square."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.width,), None, self.eps)
 
 
 class _RMSNorm(torch.autograd.Function):

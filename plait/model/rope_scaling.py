@@ -1,5 +1,5 @@
 """Rotary frequencies stretched for longer sequences than a model was first trained on: linear, llama3, yarn, longrope
-and dynamic.
+and dynamic; and those of which the slow pairs stand still: proportional.
 
 Names and numbers are those of `rope_parameters` in Hugging Face's config.json. No torch.
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
 
-RopeKind = Literal["linear", "llama3", "yarn", "longrope", "dynamic"]
+RopeKind = Literal["linear", "llama3", "yarn", "longrope", "dynamic", "proportional"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,8 @@ class RopeScaling:
     """How frequencies are divided by `factor`: all of them ("linear", Chen et al. 2023), the slow ones ("llama3",
     Llama 3.1), those of the slow pairs along a ramp ("yarn", Peng et al. 2023), or each by a factor of its own
     ("longrope", Ding et al. 2024). "dynamic" divides none within the longest sequence of a model, and plait takes no
-    longer ones. Raises PlaitError for numbers that cannot be."""
+    longer ones; "proportional" divides all, and of each head turns the fast pairs alone (Gemma 4). Raises PlaitError
+    for numbers that cannot be."""
 
     kind: RopeKind
     factor: float
@@ -43,6 +44,8 @@ class RopeScaling:
     """longrope: what each pair's frequency is divided by where no sequence is longer than `original_sequence`."""
     long_factors: tuple[float, ...] = ()
     """longrope: the same where sequences may be longer."""
+    rotated_share: float = 1.0
+    """proportional: the share of a head's pairs that turn."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RopeKind):
@@ -50,11 +53,16 @@ class RopeScaling:
                 f"rotary positions cannot be stretched by {self.kind!r}; choose " + ", ".join(get_args(RopeKind))
             )
         numbers = {"factor": self.factor, "table_scale": self.table_scale, "high_frequency": self.high_frequency}
-        if self.kind not in ("linear", "dynamic"):
+        if self.kind not in ("linear", "dynamic", "proportional"):
             numbers["original_sequence"] = self.original_sequence
         for name, value in numbers.items():
             if not 0 < value < inf:
                 raise PlaitError(f"the {name} of {self.kind} rotary positions is {value}; choose a number above 0")
+        if not 0 < self.rotated_share <= 1 or (self.rotated_share != 1 and self.kind != "proportional"):
+            raise PlaitError(
+                f"the rotated_share of {self.kind} rotary positions is {self.rotated_share}; choose a share of at most "
+                "1, which proportional ones alone may have below that"
+            )
         if self.kind == "llama3" and not self.low_frequency < self.high_frequency:
             raise PlaitError(
                 f"llama3's low_frequency is {self.low_frequency} and its high_frequency {self.high_frequency}; "
@@ -79,6 +87,9 @@ class RopeScaling:
             return [frequency / factor for frequency, factor in zip(frequencies, factors, strict=True)]
         if self.kind == "linear":
             return [frequency / self.factor for frequency in frequencies]
+        if self.kind == "proportional":
+            turned = int(self.rotated_share * 2 * len(frequencies) // 2)
+            return [frequency / self.factor if pair < turned else 0.0 for pair, frequency in enumerate(frequencies)]
         if self.kind == "llama3":
             return [self._llama3(frequency) for frequency in frequencies]
         return self._yarn(frequencies, theta)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from math import inf, prod
 from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from, check_adapter_in
-from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of, within_layer
+from plait.model.names import ADAPTER_A, ADAPTER_B, LAYER_PROJECTION, LAYER_TABLE, Dim, dims_of, layer_of, within_layer
 from plait.model.parts import checks
+from plait.model.parts.delta_attention import (
+    DELTA_WEIGHTS,
+    DeltaAttentionShape,
+    check_delta_in,
+    delta_from,
+    delta_sizes,
+)
 from plait.model.parts.latent_attention import LatentAttentionShape, check_latent_in, latent_sizes, latent_weights
 from plait.model.parts.mixture import (
     LATER_MIXTURE_FIELDS,
@@ -27,6 +35,7 @@ from plait.model.parts.objectives import (
     objective_weights,
     objectives_from,
 )
+from plait.model.parts.unlike_layers import FullAttentionShape, check_unlike_layers_in
 from plait.model.rope_scaling import RopeScaling, WindowRope, scaling_from, window_rope_from
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -60,7 +69,8 @@ _LATER_FIELDS = ("rope", "windows", "learned_positions", "attention_scale", "ada
                  "objectives", "latent", "norm_places", "norm_weight", "embedding_multiplier", "residual_multiplier",
                  "attention_multiplier", "logit_divisor", "rotary_width", "rotary_pairs", "unrotated_layers",
                  "window_rope", "query_growth", "query_growth_after", "attention_cap", "logit_cap",
-                 "attention_sinks")  # fmt: skip
+                 "attention_sinks", "full_attention", "value_norm", "layer_multipliers", "layer_input_width",
+                 "shared_kv_layers", "shared_kv_ffn", "delta", "attention_gate")  # fmt: skip
 """Fields that checkpoints of earlier versions lack: written only where they are not the default."""
 
 
@@ -138,6 +148,24 @@ class ModelShape:
     """The same of the scores of the vocabulary's entries."""
     attention_sinks: bool = False
     """Whether each head has a learned score that takes a share of every softmax and gives nothing (gpt-oss)."""
+    full_attention: FullAttentionShape | None = None
+    """Heads of layers without a window; None: they are those of all layers (Gemma 4)."""
+    value_norm: bool = False
+    """Whether each head's values are normed, without a weight (Gemma 4)."""
+    layer_multipliers: bool = False
+    """Whether each layer's result is multiplied by a number that its files hold and that does not learn (Gemma 4)."""
+    layer_input_width: int = 0
+    """Width of what each layer is given of its own of every token (Gemma 4's per-layer embeddings); 0: nothing."""
+    shared_kv_layers: int = 0
+    """Last layers that have no keys and values: each uses those of the last layer before them that has, with a window
+    or without as itself (Gemma 4)."""
+    shared_kv_ffn: int = 0
+    """`ffn` of the layers that share keys and values; 0: the same."""
+    delta: DeltaAttentionShape | None = None
+    """Gated delta attention in some layers, in place of attention with scores (Qwen 3.5); None: in none."""
+    attention_gate: bool = False
+    """Whether each head's result is multiplied by the sigmoid of what the queries' matrix gives beside its query
+    (Qwen 3.5)."""
 
     def __post_init__(self) -> None:
         for name, most in _COUNTS.items():
@@ -155,7 +183,12 @@ class ModelShape:
         check_objectives_in(self.objectives, self.layers, self.sequence, self.adapter)
         if self.latent is not None:
             check_latent_in(self)
-        check_adapter_in(self.adapter, linear_layers(self), self._smaller_side)
+        check_unlike_layers_in(self)
+        if self.delta is not None:
+            check_delta_in(self)
+        if self.attention_gate and (self.latent or (self.qk_norm and self.qk_norm_width != "head")):
+            raise PlaitError("gated heads go with plain attention and norms by head; take out either")
+        check_adapter_in(self.adapter, linear_layers(self), self.smaller_side)
         for name in ("rope_theta", "norm_eps", "embedding_multiplier", "residual_multiplier", "logit_divisor"):
             if not 0 < getattr(self, name) < inf:
                 raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
@@ -198,8 +231,20 @@ class ModelShape:
         if (self.query_growth > 0) != (self.query_growth_after > 0):
             raise PlaitError("query_growth and query_growth_after belong together; set both above 0, or neither")
 
+    def at(self, layer: int) -> ModelShape:
+        """The shape with the heads and the feed-forward width of one layer, where layers differ in these."""
+        if self.full_attention is None and not self.shared_kv_ffn:
+            return self
+        return _shape_of_kind(self, self.window_of(layer) == 0, self.shares_kv(layer))
+
+    def sizes_of(self, name: str) -> tuple[int, ...]:
+        """Sizes of a weight's dims."""
+        layer = layer_of(name)
+        own = self if layer is None else self.at(layer)
+        return tuple(own.size_of(dim) for dim in dims_of(name))
+
     def size_of(self, dim: Dim) -> int:
-        """Size of a weight's dim, from the dim's meaning."""
+        """Size of a weight's dim, from the dim's meaning; where layers differ, ask the shape `at` one."""
         sizes: dict[Dim, int] = {
             "width": self.width,
             "joined": 2 * self.width,
@@ -214,8 +259,12 @@ class ModelShape:
             "experts": self.mixture.experts if self.mixture else 0,
             "expert_ffn": self.mixture.expert_ffn if self.mixture else 0,
             "shared_ffn": self.mixture.shared_experts * self.mixture.expert_ffn if self.mixture else 0,
+            "layer_input": self.layer_input_width,
+            "layer_inputs": self.layer_input_width * self.layers,
+            "one": 1,
+            "queries": self.heads * self.head_width * (2 if self.attention_gate else 1),
         }
-        return (sizes | latent_sizes(self.latent, self.heads, self.head_width))[dim]
+        return (sizes | delta_sizes(self.delta) | latent_sizes(self.latent, self.heads, self.head_width))[dim]
 
     @property
     def all_layers(self) -> int:
@@ -230,12 +279,39 @@ class ModelShape:
         """The experts of a layer; None where it has a plain feed-forward part."""
         return self.mixture if self.mixture and self.mixture.holds(layer) else None
 
+    def shares_kv(self, layer: int) -> bool:
+        """Whether a layer uses the keys and values of an earlier one."""
+        return layer >= self.layers - self.shared_kv_layers and self.shared_kv_layers > 0
+
+    def lends_kv(self, layer: int) -> bool:
+        """Whether later layers use the keys and values of this one: it is the last of its kind that has any."""
+        windowed = self.window_of(layer) > 0
+        alike = [other for other in range(self.layers) if (self.window_of(other) > 0) == windowed]
+        own = [other for other in alike if not self.shares_kv(other)]
+        return len(own) < len(alike) and own[-1] == layer
+
+    def has_delta(self, layer: int) -> bool:
+        """Whether a layer has delta attention in place of attention with scores."""
+        return self.delta is not None and layer in self.delta.layers
+
+    def values_are_keys(self, layer: int) -> bool:
+        """Whether a layer has no matrix for values."""
+        full = self.full_attention
+        return full is not None and full.values == "keys" and not self.window_of(layer)
+
+    def layer_kind(self, layer: int) -> tuple[object, ...]:
+        """What layers with weights of the same names and sizes have in common."""
+        full = self.full_attention is not None and not self.window_of(layer)
+        return self.mixture_of(layer), full, self.shares_kv(layer), self.has_delta(layer)
+
     def adapter_of(self, layer: AdapterTarget) -> AdapterShape | None:
         """The adapter of a linear layer; None where it has none."""
         return self.adapter if self.adapter and layer in self.adapter.targets else None
 
-    def _smaller_side(self, target: AdapterTarget) -> int:
-        return min(self.size_of(dim) for dim in dims_of(f"layers.0.{target}.weight"))
+    def smaller_side(self, target: AdapterTarget) -> int:
+        """The smaller side of a linear layer, of all layers that have it."""
+        kinds = {self.layer_kind(layer): layer for layer in range(self.layers)}
+        return min(size for layer in kinds.values() for size in self.sizes_of(f"layers.{layer}.{target}.weight"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` reads them back."""
@@ -249,6 +325,8 @@ class ModelShape:
         for one in (values.get("rope"), (values.get("window_rope") or {}).get("scaling")):
             if one and not one["long_factors"]:
                 del one["long_factors"], one["short_factors"]  # later fields
+            if one and one["rotated_share"] == 1.0:
+                del one["rotated_share"]  # a later field
         if self.adapter is not None and self.adapter.quantization == "none":
             del values["adapter"]["quantization"]  # a later field
         return values
@@ -282,26 +360,45 @@ def weight_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     layers = range(shape.all_layers)
     inside = (f"layers.{layer}.{name}" for layer in layers for name in weights_of_layer(shape, layer))
     names = [*_weights_before_layers(shape), *inside, *_weights_after_layers(shape)]
-    sizes: dict[str, tuple[int, ...]] = {}  # by the name within a layer: a mixture has tens of thousands of weights
+    found: dict[str, tuple[int, ...]] = {}
+    known: dict[tuple[object, str], tuple[int, ...]] = {}  # a mixture has tens of thousands of weights
+    kinds = {layer: shape.layer_kind(layer) for layer in layers}
     for name in names:
-        if (own := within_layer(name)) not in sizes:
-            sizes[own] = tuple(shape.size_of(dim) for dim in dims_of(name))
-    return {name: sizes[within_layer(name)] for name in names}
+        layer = layer_of(name)
+        key = (None if layer is None else kinds[layer], within_layer(name))
+        if key not in known:
+            known[key] = shape.sizes_of(name)
+        found[name] = known[key]
+    return found
 
 
 def parameter_count(shape: ModelShape) -> int:
     """Number of all parameters, frozen ones and an adapter's included; a tied head counts once."""
     layers = range(shape.all_layers)
-    alike = Counter(shape.mixture_of(layer) for layer in layers)
+    alike = Counter(shape.layer_kind(layer) for layer in layers)
     inside = 0
-    for layer in {shape.mixture_of(layer): layer for layer in layers}.values():  # one of each kind
+    for layer in {shape.layer_kind(layer): layer for layer in layers}.values():  # one of each kind
         one = _numbers_of(shape, (f"layers.{layer}.{name}" for name in weights_of_layer(shape, layer)))
-        inside += alike[shape.mixture_of(layer)] * one
+        inside += alike[shape.layer_kind(layer)] * one
     return inside + _numbers_of(shape, weights_outside_layers(shape))
 
 
 def _numbers_of(shape: ModelShape, names: Iterable[str]) -> int:
-    return sum(prod(shape.size_of(dim) for dim in dims_of(name)) for name in names)
+    return sum(prod(shape.sizes_of(name)) for name in names)
+
+
+@lru_cache(maxsize=64)
+def _shape_of_kind(shape: ModelShape, full: bool, shares: bool) -> ModelShape:
+    """The shape of which all layers are as those of one kind."""
+    own = shape.full_attention if full else None
+    return replace(
+        shape,
+        head_width=own.head_width if own else shape.head_width,
+        kv_heads=own.kv_heads if own else shape.kv_heads,
+        ffn=(shape.shared_kv_ffn if shares else 0) or shape.ffn,
+        full_attention=None,
+        shared_kv_ffn=0,
+    )
 
 
 def weights_outside_layers(shape: ModelShape) -> list[str]:
@@ -310,7 +407,8 @@ def weights_outside_layers(shape: ModelShape) -> list[str]:
 
 
 def _weights_before_layers(shape: ModelShape) -> list[str]:
-    return ["embed.tokens.weight", *(["embed.positions.weight"] if shape.positions == "learned" else [])]
+    inputs = [LAYER_TABLE, LAYER_PROJECTION, "embed.layer_norm.weight"] if shape.layer_input_width else []
+    return ["embed.tokens.weight", *(["embed.positions.weight"] if shape.positions == "learned" else []), *inputs]
 
 
 def _weights_after_layers(shape: ModelShape) -> list[str]:
@@ -323,6 +421,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "mixture": mixture_from,
     "objectives": objectives_from,
     "latent": lambda value: LatentAttentionShape(**value),
+    "delta": delta_from,
+    "full_attention": lambda value: FullAttentionShape(**value),
     "rope": scaling_from,
     "window_rope": window_rope_from,
 }
@@ -336,8 +436,19 @@ def _own_value(name: str, value: Any) -> Any:
 
 
 def linear_layers(shape: ModelShape) -> tuple[AdapterTarget, ...]:
-    """The linear layers of one layer of the model, all of which an adapter may adapt."""
-    return tuple(name for name in get_args(AdapterTarget) if name != "feedforward.gate" or is_gated(shape))
+    """The linear layers of the model's layers, all of which an adapter may adapt; some layers may lack some."""
+    has_values = any(not shape.values_are_keys(layer) for layer in range(shape.layers - shape.shared_kv_layers))
+    has = {"feedforward.gate": is_gated(shape), "attention.v": has_values}
+    return tuple(name for name in get_args(AdapterTarget) if has.get(name, True))
+
+
+def linear_layers_in(shape: ModelShape, layer: int) -> tuple[AdapterTarget, ...]:
+    """The linear layers that one layer has."""
+    lacks = {"attention.k", "attention.v"} if shape.shares_kv(layer) else set[str]()
+    lacks |= {"attention.v"} if shape.values_are_keys(layer) else set()
+    if shape.has_delta(layer):
+        lacks |= {name for name in linear_layers(shape) if name.startswith("attention.")}
+    return tuple(name for name in linear_layers(shape) if name not in lacks)
 
 
 def is_gated(shape: ModelShape) -> bool:
@@ -347,17 +458,22 @@ def is_gated(shape: ModelShape) -> bool:
 
 def weights_of_layer(shape: ModelShape, layer: int) -> list[str]:
     """Names of a layer's weights within it, in the order of the forward pass."""
-    q, k, v, o, *ffn = linear_layers(shape)
+    linear = linear_layers_in(shape, layer)
+    ffn = [name for name in linear if name.startswith("feedforward.")]
+    first = [name for name in linear if name in ("attention.q", "attention.k", "attention.v")]
     biased = checks.biased_parts(shape.bias)
     normed = ("q_norm", "k_norm") if shape.qk_norm_width == "head" else ("queries_norm", "keys_norm")
+    normed = normed[:1] if shape.shares_kv(layer) else normed
     mixture = shape.mixture_of(layer)
     before, after = shape.norm_places != "after", shape.norm_places != "before"
     attention = [
         *(["attention.sinks"] if shape.attention_sinks else []),
-        *_linear_weights([q, k, v], shape, biased="qkv" in biased),
+        *_linear_weights(first, shape, biased="qkv" in biased),
         *([f"attention.{name}.weight" for name in normed] if shape.qk_norm else []),
-        *_linear_weights([o], shape, biased="output" in biased),
+        *_linear_weights(["attention.o"], shape, biased="output" in biased),
     ]
+    if shape.has_delta(layer):
+        attention = [f"attention.{name}" for name in DELTA_WEIGHTS]
     return [
         *(_norm_weights("attention_norm", shape) if before else []),
         *(latent_weights(shape.latent) if shape.latent else attention),
@@ -369,10 +485,11 @@ def weights_of_layer(shape: ModelShape, layer: int) -> list[str]:
             else mixture_weights(mixture, [name.removeprefix("feedforward.") for name in ffn])
         ),
         *(_norm_weights("feedforward_post_norm", shape) if after else []),
+        *([f"inputs.{name}.weight" for name in ("gate", "projection", "norm")] if shape.layer_input_width else []),
     ]
 
 
-def _linear_weights(names: list[AdapterTarget], shape: ModelShape, *, biased: bool) -> list[str]:
+def _linear_weights(names: Sequence[str], shape: ModelShape, *, biased: bool) -> list[str]:
     adapted = shape.adapter.targets if shape.adapter else ()
     return [
         f"{name}.{kind}"

@@ -18,6 +18,8 @@ from plait.model.names import (
     BALANCE,
     EMBEDDING,
     HEAD,
+    LAYER_PROJECTION,
+    MULTIPLIER,
     Dim,
     auxiliary_head_of,
     cut_dim,
@@ -29,6 +31,7 @@ from plait.model.names import (
     is_hidden_matrix,
     layer_of,
 )
+from plait.model.parts.delta_attention import DELTA_CHUNK
 from plait.model.parts.objectives import NO_OBJECTIVES
 from plait.model.shape import (
     ModelPart,
@@ -68,7 +71,7 @@ def describe_weight(name: str, shape: ModelShape) -> WeightDescription:
     return WeightDescription(
         name=name,
         dims=dims,
-        sizes=tuple(shape.size_of(dim) for dim in dims),
+        sizes=shape.sizes_of(name),
         trained=is_trained(name, shape),
         decays=decays(name),
         cut=cut_dim(name),
@@ -120,14 +123,18 @@ def trained_weights(shape: ModelShape) -> tuple[str, ...]:
 
 def kept_values(shape: ModelShape) -> tuple[str, ...]:
     """Names of the vectors that no gradient changes and that checkpoints keep all the same: the routers' biases, one
-    number for each expert."""
-    layers = range(shape.all_layers) if shape.mixture and shape.mixture.has_bias else ()
-    return tuple(f"layers.{layer}.{BALANCE}" for layer in layers if shape.mixture_of(layer))
+    number for each expert, and the layers' multipliers."""
+    layers = range(shape.all_layers)
+    routed = layers if shape.mixture and shape.mixture.has_bias else ()
+    return (
+        *(f"layers.{layer}.{BALANCE}" for layer in routed if shape.mixture_of(layer)),
+        *(f"layers.{layer}.{MULTIPLIER}" for layer in (layers if shape.layer_multipliers else ())),
+    )
 
 
 def stored_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Shape of all that makes a model what it is, by name: its weights, and the values of `kept_values`."""
-    return {**weight_sizes(shape), **{name: (shape.size_of("experts"),) for name in kept_values(shape)}}
+    return {**weight_sizes(shape), **{name: shape.sizes_of(name) for name in kept_values(shape)}}
 
 
 @lru_cache(maxsize=64)
@@ -141,8 +148,8 @@ def _counted_weights(shape: ModelShape) -> tuple[tuple[WeightDescription, int], 
     """The weights of each kind of layer, described once, each with how many layers are of that kind: a large mixture
     has tens of thousands of weights in all."""
     layers = range(shape.all_layers)
-    kinds = Counter((shape.mixture_of(layer), layer >= shape.layers) for layer in layers)
-    first = {(shape.mixture_of(layer), layer >= shape.layers): layer for layer in reversed(layers)}
+    kinds = Counter((shape.layer_kind(layer), layer >= shape.layers) for layer in layers)
+    first = {(shape.layer_kind(layer), layer >= shape.layers): layer for layer in reversed(layers)}
     inside = [
         (f"layers.{layer}.{name}", kinds[kind])
         for kind, layer in first.items()
@@ -177,7 +184,8 @@ def hidden_matrix_numbers(shape: ModelShape) -> int:
 @lru_cache(maxsize=64)
 def training_flops_per_token(shape: ModelShape, sequence: int, attention: Literal["full", "causal"]) -> int:
     """Floating-point operations that one token costs in training: the forward's matrix products, once more for the
-    gradients of what they read, and once more for those of the weights that learn.
+    gradients of what they read, and once more for those of the weights that learn. Delta attention counts with the
+    products that its states and chunks take, but for the triangular systems.
 
     A product of m × k by k × n counts 2mnk; looking up an embedding counts nothing, the head counts. "full" counts each
     score of the T × T square, as torch's counter does; "causal" counts half of them. Of experts those count that a
@@ -186,9 +194,13 @@ def training_flops_per_token(shape: ModelShape, sequence: int, attention: Litera
     matrices = _layer_matrices(shape)
     heads = 1 + len(shape.objectives.weights)
     head = heads * shape.vocabulary * shape.width * (6 if shape.adapter is None else 4)
-    square = 2 * shape.all_layers * scored_width(shape) * sequence
+    scoring = [layer for layer in range(shape.all_layers) if not shape.has_delta(layer)]
+    square = 2 * sum(scored_width(shape.at(layer)) for layer in scoring) * sequence
     products = sum(_active(one, shape) * layers * (6 if one.trained else 4) for one, layers in matrices)
-    return products + head + 3 * (square if attention == "full" else square // 2)
+    states = 0
+    if (delta := shape.delta) is not None:
+        states = 6 * len(delta.layers) * delta.forward_products(min(DELTA_CHUNK, sequence))
+    return products + head + states + 3 * (square if attention == "full" else square // 2)
 
 
 def scored_width(shape: ModelShape) -> int:
@@ -200,7 +212,8 @@ def scored_width(shape: ModelShape) -> int:
 
 def attention_matrices(shape: ModelShape) -> list[tuple[int, ...]]:
     """Sizes [outputs, inputs] of the matrices of one layer's attention, in the order of the forward pass."""
-    sizes = weight_sizes(replace(shape, layers=1, windows=(), mixture=None, objectives=NO_OBJECTIVES, adapter=None))
+    plain = replace(shape, full_attention=None, shared_kv_layers=0, shared_kv_ffn=0, layer_input_width=0, delta=None)
+    sizes = weight_sizes(replace(plain, layers=1, windows=(), mixture=None, objectives=NO_OBJECTIVES, adapter=None))
     return [own for name, own in sizes.items() if name.startswith("layers.0.attention.") and len(own) == 2]
 
 
@@ -228,9 +241,14 @@ def active_ahead_products(shape: ModelShape) -> int:
 
 
 def _layer_matrices(shape: ModelShape) -> list[tuple[WeightDescription, int]]:
-    """Matrices of all layers, multi-token-prediction projections included."""
-    matrices = [(one, layers) for one, layers in _counted_weights(shape) if len(one.sizes) == 2]
-    return [pair for pair in matrices if layer_of(pair[0].name) is not None or depth_of(pair[0].name) is not None]
+    """Matrices of all layers, multi-token-prediction projections and the one for the layers' inputs included."""
+    counted = _counted_weights(shape)
+    matrices = [(one, layers) for one, layers in counted if len(one.sizes) == 2 and "taps" not in one.dims]
+    return [
+        pair
+        for pair in matrices
+        if layer_of(name := pair[0].name) is not None or depth_of(name) is not None or name == LAYER_PROJECTION
+    ]
 
 
 def _is_ahead(name: str, shape: ModelShape) -> bool:

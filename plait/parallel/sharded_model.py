@@ -151,6 +151,17 @@ class HeldWeight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptVector:
+    """A vector on this rank that no gradient changes, such as a router's bias; `owned` on the one rank that writes it
+    to a checkpoint."""
+
+    name: str
+    tensor: Tensor
+    box: Box
+    owned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerUnitPart:
     """The rectangle of a weight that begins at number `first` of a unit's flattened parameter."""
 

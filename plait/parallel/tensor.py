@@ -26,8 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.layout import equal_share
 from plait.model.attention import Attention, Rows
+from plait.model.delta_attention import DeltaAttention
 from plait.model.feedforward import FeedForward
-from plait.model.gpt import GPT, Embedding, Layer
+from plait.model.gpt import GPT, Embedding, Layer, joined_layer_inputs
 from plait.model.latent_attention import LatentAttention
 from plait.model.linear import Around, Multiply, to_compute_precision
 from plait.model.mixture import Mixture
@@ -83,10 +84,12 @@ def split_layers(chunk: GPT, stream: SequenceSplit) -> None:
         chunk.add_module("embed", SharedEmbedding(chunk.embed, chunk.shape, stream))
     for layer in chunk.layers.values():
         assert isinstance(layer, Layer)
-        if isinstance(layer.attention, LatentAttention):
+        if isinstance(layer.attention, DeltaAttention):
+            split_delta_attention(layer.attention, stream)
+        elif isinstance(layer.attention, LatentAttention):
             split_latent_attention(layer.attention, stream)
         else:
-            split_attention(layer.attention, chunk.shape, stream)
+            split_attention(layer.attention, chunk.shape.at(layer.attention.layer), stream)
         if isinstance(layer.feedforward, Mixture):
             split_mixture(layer.feedforward, stream)
         else:
@@ -104,8 +107,19 @@ def split_attention(attention: Attention, shape: ModelShape, stream: SequenceSpl
     attention.o.around = with_all_reduce(stream)
     places = kv_places(shape, stream.parts, stream.index)
     if places is not None:
-        for linear in (attention.k, attention.v):
+        for linear in [one for one in (attention.k, attention.v) if one is not None]:
             linear.around = with_repeated_heads(places, shape.head_width)
+
+
+def split_delta_attention(attention: DeltaAttention, stream: SequenceSplit) -> None:
+    """Delta attention takes and gives this rank's rows of the stream, and computes its own heads of all tokens."""
+
+    def gather(_: nn.Module, arguments: tuple[Tensor, Rows]) -> tuple[Tensor, Rows]:
+        x_md, rows = arguments
+        return stream.gather(to_compute_precision(x_md), rows.rows * rows.tokens), rows
+
+    attention.register_forward_pre_hook(gather)
+    attention.delta_o.around = with_all_reduce(stream)
 
 
 def split_latent_attention(attention: LatentAttention, stream: SequenceSplit) -> None:
@@ -189,6 +203,8 @@ class SharedEmbedding(nn.Module):
     def __init__(self, embed: Embedding, shape: ModelShape, stream: SequenceSplit) -> None:
         super().__init__()
         self.tokens, self.positions, self.multiplier = embed.tokens, embed.positions, embed.multiplier
+        self.layer_tokens, self.layer_projection = embed.layer_tokens, embed.layer_projection
+        self.layer_norm = embed.layer_norm
         self.first = first_vocabulary_entry(shape, stream)
         self.stream = stream
 
@@ -201,12 +217,21 @@ class SharedEmbedding(nn.Module):
 
     def look_up(self, tokens_bt: Tensor) -> Tensor:
         """The rows of these tokens, without positions."""
-        weight_vd = self.tokens.weight
+        own_md = self._rows_of(tokens_bt, self.tokens.weight)
+        return own_md if self.multiplier == 1.0 else own_md * self.multiplier
+
+    def layer_inputs(self, tokens_bt: Tensor, embedded_md: Tensor) -> Tensor:
+        """What each layer is given of its own of this rank's rows, [m, layers, width of it]."""
+        assert self.layer_tokens is not None and self.layer_projection is not None and self.layer_norm is not None
+        looked_up_md = self._rows_of(tokens_bt, self.layer_tokens.weight)
+        return joined_layer_inputs(looked_up_md, embedded_md, self.layer_projection, self.layer_norm)
+
+    def _rows_of(self, tokens_bt: Tensor, weight_vd: Tensor) -> Tensor:
+        """The tokens' rows of a table of which each rank holds some entries: of those this rank's share, [m, d]."""
         entries_n = tokens_bt.flatten() - self.first
         missing_n = (entries_n < 0) | (entries_n >= len(weight_vd))
         found_nd = F.embedding(entries_n.masked_fill(missing_n, 0), weight_vd)
-        own_md = self.stream.scatter(found_nd.masked_fill_(missing_n.unsqueeze(1), 0))
-        return own_md if self.multiplier == 1.0 else own_md * self.multiplier
+        return self.stream.scatter(found_nd.masked_fill_(missing_n.unsqueeze(1), 0))
 
     def _own(self, values_n: Tensor) -> Tensor:
         rows = stream_rows(len(values_n), self.stream.parts)

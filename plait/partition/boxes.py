@@ -95,8 +95,13 @@ def cut_box(name: str, shape: ModelShape, tensor: int, index: int) -> Box:
     sizes, dim = weight.sizes, weight.cut
     if dim is None or tensor == 1:
         return whole_box(sizes)
+    layer = layer_of(name)
+    shape = shape if layer is None else shape.at(layer)
     match weight.dims[dim]:
-        case "heads" | "query_heads" | "key_value_heads":
+        case "delta_keys" | "delta_values" | "delta_heads" if shape.delta is not None:
+            each = sizes[dim] // shape.delta.key_heads
+            first, length = (each * number for number in equal_share(shape.delta.key_heads, tensor, index))
+        case "heads" | "queries" | "query_heads" | "key_value_heads":
             each = sizes[dim] // shape.heads
             first, length = (each * number for number in equal_share(shape.heads, tensor, index))
         case "kv_heads":
@@ -181,10 +186,10 @@ def all_sharing_sets(shape: ModelShape, layout: Layout) -> list[tuple[int, ...]]
 
 
 def _layers_of_each_kind(shape: ModelShape, layout: Layout, pipeline: int) -> set[int]:
-    """The first layer of each of a coordinate's stages, and the first with experts."""
+    """A layer of each kind in each of a coordinate's stages, and those for prediction ahead."""
     found: set[int] = set()
     for part in model_parts_of(shape, layout, pipeline):
-        found |= set(part.layers[:1]) | set([layer for layer in part.layers if shape.mixture_of(layer)][:1])
+        found |= set({shape.layer_kind(layer): layer for layer in part.layers}.values())
         found |= set(range(shape.layers, shape.all_layers) if part.ends else ())
     return found
 

@@ -18,19 +18,20 @@ from plait.data.loader import Loader, Micro, SampleSelection, heldout_micros
 from plait.data.samples.opening import all_pairs, training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
-from plait.model.gpt import GPT, reset_biases
+from plait.model.gpt import GPT, kept_in, reset_kept_values
 from plait.model.linear import HALF_DTYPES
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
 from plait.parallel.communicator import Communicator
-from plait.parallel.sharded_model import Forward, LossOf, ShardedModel
+from plait.parallel.sharded_model import Forward, KeptVector, LossOf, ShardedModel
 from plait.parallel.watched import WATCH
 from plait.parallel.whole_matrices import MatrixExchange, stage_exchange
+from plait.partition.boxes import ranks_holding, whole_box
 from plait.partition.execution import Compile, Precision
 from plait.planner.derive.published_rules import preference_numbers
 from plait.planner.plan import Plan
 from plait.recipe.schema import RunConfig
 from plait.trainer.auxiliary.losses import AuxiliaryLosses
-from plait.trainer.experts.loads import ExpertLoads, KeptBias
+from plait.trainer.experts.loads import ExpertLoads
 from plait.trainer.first_weights import fill_first_weights
 from plait.trainer.loss_scale import DeviceLossScale
 from plait.trainer.optimizer.fused import RunOptimizer
@@ -155,12 +156,19 @@ class Assembly:
     def tensors(self) -> list[Tensor]:
         """The tensors that persist from step to step: weights, optimizer moments and gradient buckets."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        biases = [kept.tensor for kept in self.kept_biases()]
-        return [*(held.tensor for held in self.model.weights), *moments, *self.model.gradients.buckets, *biases]
+        kept = [one.tensor for one in self.kept_vectors()]
+        return [*(held.tensor for held in self.model.weights), *moments, *self.model.gradients.buckets, *kept]
 
-    def kept_biases(self) -> list[KeptBias]:
-        """The routers' biases on this rank, which checkpoints keep beside weights and moments."""
-        return list(self.loads.kept(self.plan.placement.layout if self.sums.size > 1 else Layout(), self.sums.index))
+    def kept_vectors(self) -> list[KeptVector]:
+        """The vectors on this rank that no gradient changes, which checkpoints keep beside weights and moments."""
+        layout, shape = self.plan.placement.layout if self.sums.size > 1 else Layout(), self.plan.job.shape
+        found: list[KeptVector] = []
+        for chunk in self.model.chunks:
+            for name, tensor in kept_in(chunk).items():
+                box = whole_box(tensor.shape)
+                owner = min(ranks_holding(shape, layout, name, box))
+                found.append(KeptVector(name=name, tensor=tensor, box=box, owned=owner == self.sums.index))
+        return found
 
 
 def assemble(
@@ -190,7 +198,7 @@ def assemble(
         stages,
     )
     for chunk in sharded.chunks:
-        reset_biases(chunk)
+        reset_kept_values(chunk)
     fill_first_weights(sharded, plan, config.run.seed, which="all" if initialize else "frozen")
     corpus, overlong = open_corpus(Path(plan.job.corpus)), config.data.overlong
     samples = select_samples(plan, layout, sums.index, device)

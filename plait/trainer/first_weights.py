@@ -16,9 +16,8 @@ from plait.errors import RunFailed
 from plait.interop.base_fingerprint import base_fingerprint
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import read_boxes, read_whole
-from plait.model.gpt import mixtures_of
+from plait.model.gpt import kept_in
 from plait.model.init import AdapterStart, first_value
-from plait.model.names import BALANCE
 from plait.model.quantization import dequantized, quantize
 from plait.model.shape import ModelShape
 from plait.model.weights import is_quantized
@@ -49,7 +48,7 @@ def fill_first_weights(sharded: ShardedModel, plan: Plan, seed: int, *, which: W
     _fill_quantized(quantized, sharded, shape, partial(read_whole, base))
     read_boxes(base, ((one.name, one.box, one.tensor) for one in held if one.name in base.places))
     if which == "all":
-        read_boxes(base, _biases_in(base, sharded))
+        read_boxes(base, _kept_values_in(base, sharded))
     initialize_weights([one for one in held if one.name not in base.places], plan.job.shape, seed)
 
 
@@ -74,13 +73,13 @@ def _fill_quantized(
             one.tensor.copy_(layer.part.cut(found).narrow(0, one.box.offset[0], one.box.extent[0]))
 
 
-def _biases_in(base: BaseModel, sharded: ShardedModel) -> Iterable[tuple[str, Box, Tensor]]:
-    """The routers' biases of this rank that the model has values for; all others begin at zero."""
+def _kept_values_in(base: BaseModel, sharded: ShardedModel) -> Iterable[tuple[str, Box, Tensor]]:
+    """The vectors of this rank that no gradient changes and that the model has values for; all others begin as
+    `reset_kept_values` sets them."""
     for chunk in sharded.chunks:
-        for layer, mixture in mixtures_of(chunk).items():
-            name, balance = f"layers.{layer}.{BALANCE}", mixture.router.balance
+        for name, values in kept_in(chunk).items():
             if name in base.places:
-                yield name, whole_box(balance.shape), balance
+                yield name, whole_box(values.shape), values
 
 
 def check_base(base: BaseModel, plan: Plan) -> None:

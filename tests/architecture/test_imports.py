@@ -56,7 +56,7 @@ INNER_FLOORS = {
               "weights": 2, "sizes": 2, "requested_size": 3, "norm": 2, "rotary": 2, "blocked_attention": 2,
               "quantization": 1, "masked_attention": 1, "expert_blocks": 0,
               "linear": 2, "attention": 3, "feedforward": 3, "prediction_heads": 3, "mixture": 4,
-              "latent_attention": 4, "gpt": 5, "init": 6, "adapters": 6},
+              "delta_rule": 2, "delta_attention": 4, "latent_attention": 5, "gpt": 6, "init": 7, "adapters": 7},
     "parallel": {"watched": -1, "collectives": 0, "launcher_store": 0, "communicator": 0, "sharded_model": 0,
                  "pipeline_links": 0, "mesh": 1, "tpu_slice": 0, "exchange": 1, "gradient_norm": 0,
                  "compile": 1, "frozen": 1, "materialize": 1, "recompute": 1, "reduction": 1, "gradient_buckets": 1,

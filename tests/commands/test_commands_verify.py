@@ -30,6 +30,7 @@ from plait.errors import PlaitError
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, JobResult
 from plait.layout import Layout
+from plait.model.names import DIMS
 from plait.model.shape import ModelShape
 from plait.partition.boxes import kv_heads_of
 from plait.planner.plan import Plan
@@ -198,6 +199,7 @@ def test_names_in_words() -> None:
     assert weight_text("layers.3.attention.o.weight") == "layer 3's attention output weight"
     assert weight_text("layers.0.feedforward_norm.bias") == "layer 0's feed-forward norm bias"
     assert weight_text("embed.tokens.weight") == "the token embedding"
+    assert all(weight_text(pattern.replace("*", "1")) for pattern in DIMS)
     assert weight_text("layers.2.feedforward.experts.11.up.weight") == "layer 2's expert 11's input weight"
 
 

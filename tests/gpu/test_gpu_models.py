@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from plait.model.adapter_shape import AdapterShape
+from plait.model.parts.delta_attention import DeltaAttentionShape
 from plait.model.parts.mixture import MixtureShape
 from plait.model.parts.objectives import ObjectivesShape
+from plait.model.parts.unlike_layers import FullAttentionShape
 from plait.model.shape import ModelShape, linear_layers
 from tests.gpu.conftest import RunRanks
 from tests.trainer.tiny import make_tiny, put
@@ -29,7 +31,16 @@ KINDS: dict[str, Change] = {
         shape, objectives=ObjectivesShape(heads=(1,), head_weights=(0.1,), ahead=1)
     ),
     "windows": lambda shape: replace(shape, windows=(4, 0)),
-}
+    "unlike layers": lambda shape: replace(
+        shape, layers=4, windows=(4, 0, 4, 0), activation="geglu", norm_places="both", value_norm=True, qk_norm=True,
+        layer_multipliers=True, layer_input_width=16, shared_kv_layers=2, shared_kv_ffn=2 * shape.ffn,
+        full_attention=FullAttentionShape(head_width=2 * shape.head_width, kv_heads=1, values="keys"),
+    ),
+    "linear attention": lambda shape: replace(
+        shape, attention_gate=True,
+        delta=DeltaAttentionShape(layers=(0,), key_heads=2, value_heads=4, key_width=16, value_width=16, taps=4),
+    ),
+}  # fmt: skip
 WIDE = ("model.width=64", "model.heads=4", "layout.replicate=1", "optimizer.lr=0.003")
 """Rows that begin on 16 bytes, as kernels for GPUs want them; and a rate at which bf16's rounding stays rounding: with
 ten times as much a mixture's router soon sends tokens elsewhere."""

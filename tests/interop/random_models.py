@@ -15,7 +15,7 @@ FAMILY_NAMES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 MIXTURE_NAMES = ("mixtral", "olmoe", "qwen3_moe")
 LATER_NAMES = (
     "gemma3_text", "olmo2", "olmo3", "phi3", "smollm3", "granite", "ministral3", "glm4", "gemma", "glm", "gemma2",
-    "gpt_oss",
+    "gpt_oss", "gemma4_text", "qwen3_5_text",
 )  # fmt: skip
 EAGER_NAMES = ("gemma2", "gpt_oss")
 """Families whose classes have no fused attention."""
@@ -177,6 +177,67 @@ def gemma2_values(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def gemma4_values(draw: random.Random) -> dict[str, Any]:
+    """Layers of both kinds come before those that share keys."""
+    values = base_values(draw)
+    heads, sharing = values["num_attention_heads"], draw.choice((0, 1, 2, 3))
+    own = [draw.choice(("sliding_attention", "full_attention")) for _ in range(draw.choice((0, 1, 2)))]
+    own += draw.choice((["sliding_attention", "full_attention"], ["full_attention", "sliding_attention"]))
+    kinds = [*own, *(draw.choice(("sliding_attention", "full_attention")) for _ in range(sharing))]
+    kinds[-1] = "full_attention"
+    if draw.random() < 0.2:
+        kinds = ["full_attention"] * len(kinds)
+    rope = {
+        "full_attention": {
+            "rope_type": draw.choice(("proportional", "proportional", "default")),
+            "rope_theta": draw.choice((1e6, 500.0)),
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": draw.choice((1e4, 300.0))},
+    }
+    if rope["full_attention"]["rope_type"] == "proportional":
+        rope["full_attention"] |= draw.choice(({}, {"partial_rotary_factor": draw.choice((0.25, 0.5, 0.7))}))
+        rope["full_attention"] |= draw.choice(({}, {"factor": 4.0}))
+    return {
+        **values,
+        "num_hidden_layers": len(kinds),
+        "layer_types": kinds,
+        "sliding_window": draw.choice((1, 5, 100)),
+        "num_kv_shared_layers": sharing,
+        "use_double_wide_mlp": draw.random() < 0.5,
+        "hidden_size": heads * draw.choice((4, 8)),
+        "head_dim": draw.choice((4, 8, 16)),
+        "global_head_dim": draw.choice((4, 8, 16)),
+        "attention_k_eq_v": draw.random() < 0.4,
+        "num_global_key_value_heads": draw.choice((None, 1, heads)),
+        # transformers fails where layers share keys and have no inputs of their own
+        "hidden_size_per_layer_input": draw.choice((6, 8) if sharing else (0, 6)),
+        "vocab_size_per_layer_input": VOCABULARY,
+        "attention_bias": draw.random() < 0.3,
+        "final_logit_softcapping": draw.choice((None, 3.0, 30.0)),
+        "rope_parameters": draw.choice((None, rope, rope)),
+    }
+
+
+def qwen35_values(draw: random.Random) -> dict[str, Any]:
+    values, key_heads = base_values(draw), draw.choice((1, 2, 3))
+    layers = values["num_hidden_layers"]
+    # A cache of transformers needs a layer with keys.
+    kinds = [*(draw.choice(("linear_attention", "full_attention")) for _ in range(layers - 1)), "full_attention"]
+    rope = {**rope_values(draw), **draw.choice(({}, {"partial_rotary_factor": 0.5}))}
+    return {
+        **values,
+        "layer_types": draw.choice((None, kinds)) if layers > 3 else kinds,
+        "head_dim": draw.choice((8, 16)),
+        "attention_bias": draw.random() < 0.3,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice((1, 2)),
+        "linear_key_head_dim": draw.choice((4, 8)),
+        "linear_value_head_dim": draw.choice((4, 8, 12)),
+        "linear_conv_kernel_dim": draw.choice((2, 4)),
+        "rope_parameters": rope,
+    }
+
+
 def gpt_oss_values(draw: random.Random) -> dict[str, Any]:
     values, experts = base_values(draw), draw.choice((2, 4, 5))
     return {
@@ -204,6 +265,8 @@ LATER_VALUES = {
     "glm": glm4_values,
     "gemma2": gemma2_values,
     "gpt_oss": gpt_oss_values,
+    "gemma4_text": gemma4_values,
+    "qwen3_5_text": qwen35_values,
 }
 
 
@@ -313,11 +376,17 @@ def random_model(config: Any, seed: int = 5) -> PreTrainedModel:
     if config.model_type == "gpt_oss":
         config._experts_implementation = "eager"  # torch's grouped product takes no odd sizes
     model = AutoModelForCausalLM.from_config(config)
+    is_gemma4 = "Gemma4" in type(model).__name__  # whose norms multiply by their weights
+    for name, scalar in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            nn.init.uniform_(scalar, 0.5, 1.5)
     for name, weight in model.named_parameters():
         if name.endswith(("gate_up_proj", "gate_up_proj_bias", "down_proj_bias")) and "GptOss" in type(model).__name__:
             nn.init.normal_(weight, std=3.0)  # so that some are clamped
         if weight.ndim == 1:
-            offset = type(model).__name__.startswith("Gemma")
+            own = type(model).__name__
+            plain = is_gemma4 or name.endswith("linear_attn.norm.weight")
+            offset = own.startswith(("Gemma", "Qwen3_5")) and not plain
             centred = offset or name.endswith(("bias", "sinks"))
             nn.init.normal_(weight, mean=0.0 if centred else 1.0, std=0.1)
     return model.eval()

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from plait.interop.base_model import read_base_model
 from plait.interop.config_in import shape_of_config
 from plait.interop.config_out import config_of_shape
-from plait.interop.read_weights import load_model_from, read_boxes
+from plait.interop.read_weights import file_tensors, load_model_from, read_boxes
 from plait.model.gpt import GPT
 from plait.partition.boxes import whole_box
 from tests.interop.random_models import (
@@ -65,11 +65,13 @@ class Float64Rotary(nn.Module):
         tables = config.rope_parameters
         nested = "rope_type" not in tables
         self.repeats = 1 if config.model_type == "gpt_oss" else 2
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        unlike = config.model_type == "gemma4_text"
+        dim = 0 if unlike else getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.tables: dict[str | None, tuple[Tensor, float]] = {}
         for kind in theirs.layer_types if nested else [None]:
             rope = tables[kind] if nested else tables
-            turned = int(dim * rope.get("partial_rotary_factor", 1.0))
+            share = rope.get("partial_rotary_factor", 1.0)
+            turned = config.per_layer_config[kind].head_dim if unlike else int(dim * share)
             plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, turned, 2, dtype=torch.float64) / turned))
             long = {"longest": config.max_position_embeddings, "tokens": SEQUENCE}
             self.tables[kind] = FORMULAS[rope["rope_type"]](plain, {**rope, **long})
@@ -78,8 +80,42 @@ class Float64Rotary(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         frequencies, scale = self.tables[layer_type]
+        position_ids = position_ids[0] if position_ids.ndim == 3 else position_ids  # one for each of three grids
         angles = position_ids[..., None].double() * frequencies.repeat(self.repeats)
         return angles.cos() * scale, angles.sin() * scale
+
+
+class Float64DeltaNet(nn.Module):
+    """Qwen 3.5's linear attention by its definition, token by token."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.theirs = theirs
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        one, (rows, tokens, _width) = self.theirs, hidden_states.shape
+        mixed = one.in_proj_qkv(hidden_states).transpose(1, 2)
+        padded = torch.nn.functional.pad(mixed, (one.conv_kernel_size - 1, 0))
+        mixed = torch.nn.functional.conv1d(padded, one.conv1d.weight, groups=one.conv_dim)
+        mixed = torch.nn.functional.silu(mixed).transpose(1, 2)
+        q, k, v = mixed.split([one.key_dim, one.key_dim, one.value_dim], dim=-1)
+        q, k = (x.reshape(rows, tokens, one.num_k_heads, one.head_k_dim) for x in (q, k))
+        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(one.num_v_heads // one.num_k_heads, dim=2) for x in (q, k))
+        v = v.reshape(rows, tokens, one.num_v_heads, one.head_v_dim)
+        write = one.in_proj_b(hidden_states).sigmoid()
+        decay = (-one.A_log.exp() * torch.nn.functional.softplus(one.in_proj_a(hidden_states) + one.dt_bias)).exp()
+        state = hidden_states.new_zeros(rows, one.num_v_heads, one.head_k_dim, one.head_v_dim)
+        read = []
+        for t in range(tokens):
+            state = state * decay[:, t, :, None, None]
+            known = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+            state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], (v[:, t] - known) * write[:, t, :, None])
+            read.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * one.head_k_dim**-0.5)
+        found = torch.stack(read, dim=1)
+        found = found / (found.square().mean(-1, keepdim=True) + one.layer_norm_epsilon).sqrt() * one.norm.weight
+        gate = one.in_proj_z(hidden_states).view(found.shape)
+        return one.out_proj((found * torch.nn.functional.silu(gate)).flatten(2))
 
 
 def llama3_formula(plain: Tensor, rope: dict[str, Any]) -> tuple[Tensor, float]:
@@ -117,6 +153,12 @@ def longrope_formula(plain: Tensor, rope: dict[str, Any]) -> tuple[Tensor, float
     return plain / torch.tensor(factors, dtype=torch.float64), rope.get("attention_factor") or scale
 
 
+def proportional_formula(plain: Tensor, rope: dict[str, Any]) -> tuple[Tensor, float]:
+    turned = int(rope.get("partial_rotary_factor", 1.0) * 2 * len(plain) // 2)
+    moves = torch.arange(len(plain)) < turned
+    return torch.where(moves, plain / rope.get("factor", 1.0), torch.zeros_like(plain)), 1.0
+
+
 FORMULAS: dict[str, Any] = {
     "dynamic": lambda plain, rope: (plain, 1.0),
     "longrope": longrope_formula,
@@ -124,6 +166,7 @@ FORMULAS: dict[str, Any] = {
     "linear": lambda plain, rope: (plain / rope["factor"], 1.0),
     "llama3": llama3_formula,
     "yarn": yarn_formula,
+    "proportional": proportional_formula,
 }
 
 
@@ -135,9 +178,15 @@ def in_float64(theirs: PreTrainedModel) -> None:
     for module in list(theirs.modules()):
         for name, child in list(module.named_children()):
             kind: Any = child
-            if type(child).__name__.endswith("RMSNorm"):
+            if type(child).__name__ == "Gemma4RMSNorm":
+                weight = kind.weight if kind.with_scale else nn.Parameter(torch.ones((), dtype=torch.float64))
+                setattr(module, name, Float64Norm(weight, kind.eps, 0.0))
+            elif type(child).__name__.endswith("RMSNorm"):
                 eps = getattr(kind, "eps", None) or kind.variance_epsilon
-                setattr(module, name, Float64Norm(kind.weight, eps, float("Gemma" in type(child).__name__)))
+                offset = float(type(child).__name__.startswith(("Gemma", "Qwen3_5")))
+                setattr(module, name, Float64Norm(kind.weight, eps, offset))
+            elif type(child).__name__ == "Qwen3_5GatedDeltaNet":
+                setattr(module, name, Float64DeltaNet(child))
             elif type(child).__name__.endswith("RotaryEmbedding"):
                 setattr(module, name, Float64Rotary(theirs.config, child))
             elif type(child).__name__ == "Ministral3Attention":  # by which its queries grow
@@ -172,7 +221,7 @@ def with_exact_positions(_: nn.Module, inputs: tuple[Any, ...], named: dict[str,
 def in_float64_here(folder: Path, sequence: int = SEQUENCE) -> GPT:
     base = read_base_model(folder)
     ours = GPT(base.shape_for(sequence)).double()
-    read_boxes(base, ((name, whole_box(p.shape), p.data) for name, p in ours.named_parameters()))
+    read_boxes(base, ((name, whole_box(one.shape), one) for name, one in file_tensors(ours)))
     return ours
 
 
@@ -248,7 +297,7 @@ def check_written(config: Any, tmp_path: Path) -> None:
     shape = shape_of_config(config.to_dict())
     written = config_of_shape(shape, "float32", config.model_type)
     assert written["model_type"] == config.model_type
-    newer_only = config.model_type in ("olmo3", "ministral3", "gpt_oss")
+    newer_only = config.model_type in ("olmo3", "ministral3", "gpt_oss", "gemma4_text")
     older = ("dtype",) if newer_only else ("rope_parameters", "dtype")
     for dropped in ((), older, ("rope_theta", "rope_scaling", "torch_dtype")):
         assert shape_of_config({key: value for key, value in written.items() if key not in dropped}) == shape

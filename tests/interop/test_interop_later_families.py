@@ -135,6 +135,31 @@ def values_of(family: str, seed: int = 0, **changes: Any) -> dict[str, Any]:
             r"quantized weights \(fp8\), which plait does not",
         ),
         ("olmo2", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantized weights \(mxfp4\), which plait does"),
+        (
+            "gemma4_text",
+            {"enable_moe_block": True},
+            "enable_moe_block in config.json is True, and plait computes False",
+        ),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention in config.json is 'all'"),
+        (
+            "gemma4_text",
+            {"num_kv_shared_layers": 40},
+            "num_kv_shared_layers in config.json is 40; it should be a whole",
+        ),
+        ("gemma4_text", {"num_kv_shared_layers": 1, "layer_types": ["full_attention"]}, "list of|below the number of"),
+        ("gemma4_text", {"rope_theta": 500.0}, "rope_theta in config.json is 500.0"),
+        ("gemma4_text", {"per_layer_config": {"0": {"hidden_size": 8}}}, "changes more of layer 0 than head_dim and"),
+        ("gemma4_text", {"per_layer_config": {"77": {}}}, "names a layer 77"),
+        (
+            "gemma4_text",
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 9},
+            "plait computes models with one vocabulary for both",
+        ),
+        ("qwen3_5_text", {"layer_types": ["sliding_attention"]}, "each full_attention or linear_attention"),
+        ("qwen3_5_text", {"linear_num_value_heads": 7, "linear_num_key_heads": 2}, "2 key heads and 7 value heads"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim in config.json is 0"),
+        ("olmo2", {"full_attention_interval": 4}, "models of the family olmo2 have no such part"),
+        ("gemma3_text", {"attention_k_eq_v": True}, "models of the family gemma3_text have no such part"),
         ("gemma", {"hidden_act": "relu"}, "hidden_act in config.json is 'relu', and plait computes gelu_pytorch_tanh"),
         ("gemma", {"model_type": "paligemma", "text_config": {"model_type": "gemma"}}, "around a gemma;"),
     ],
@@ -171,6 +196,32 @@ def test_the_text_of_a_model_of_text_and_pictures_is_read(old_names: bool, tmp_p
     torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
+def test_the_text_of_gemma_4_is_read_with_keys_that_nothing_reads(tmp_path: Path) -> None:
+    """The published files of the small models hold keys and values of layers that use those of others."""
+    inner = {
+        **values_of("gemma4_text"), "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "per_layer_config": None, "rope_parameters": None,
+    }  # fmt: skip
+    del inner["per_layer_config"]
+    theirs = random_model(CONFIG_MAPPING["gemma4"](text_config=inner, vision_config=None, audio_config=None))
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for module in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.language_model.layers.3.self_attn.{module}.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    base = read_base_model(tmp_path)
+    assert base.family == "gemma4_text" and base.shape.shared_kv_layers == 2
+    tokens_bt = tokens() % (VOCABULARY - 1)
+    with torch.no_grad():
+        ours = load_model_from(base, SEQUENCE, CPU)
+        scores, wanted = ours.logits(ours(tokens_bt)), theirs(tokens_bt).logits.flatten(0, 1)
+    torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+    tensors["model.language_model.layers.0.self_attn.x_proj.weight"] = torch.ones(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(PlaitError, match=r"has a weight model.layers.0.self_attn.x_proj.weight that its config.json"):
+        read_base_model(tmp_path)
+
+
 def _renamed(name: str, old: bool) -> str:
     """A tensor's name as versions before 4.52 of transformers wrote it, or as later ones do."""
     if old:
@@ -202,7 +253,7 @@ def test_multipliers_cost_nothing_and_norms_are_counted() -> None:
     assert parameter_count(twice) - parameter_count(shape) == 2 * shape.layers * shape.width
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gemma4_text", "qwen3_5_text"])
 def test_text_is_that_of_transformers(family: str, tmp_path: Path) -> None:
     """Token by token, from kept keys and values."""
     theirs = random_model(random_later_config(LATER_NAMES.index(family)))

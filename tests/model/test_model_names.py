@@ -11,6 +11,7 @@ import pytest
 from plait.errors import PlaitError
 from plait.model.adapter_shape import AdapterShape
 from plait.model.names import DIMS, cut_dim, decays, dims_of, expert_of, layer_of, pattern_of
+from plait.model.parts.delta_attention import DeltaAttentionShape
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.parts.mixture import MixtureShape
 from plait.model.parts.objectives import ObjectivesShape
@@ -43,7 +44,11 @@ def test_the_table_has_the_weights_of_the_fullest_shape_and_no_others() -> None:
     names = {*weight_sizes(EVERYTHING), *weight_sizes(of_experts), *kept_values(of_experts)}
     objectives = ObjectivesShape(heads=(4,), head_weights=(0.3,), ahead=1)
     beside = replace(SHAPE, norm="layernorm", bias="all", objectives=objectives)
-    names |= {name for one in (*latents, beside, after, sunk) for name in weight_sizes(one)}
+    delta = DeltaAttentionShape(layers=(0,), key_heads=2, value_heads=4, key_width=8, value_width=4, taps=4)
+    names |= set(weight_sizes(replace(SHAPE, delta=delta)))
+    joined = replace(SHAPE, layer_input_width=4, layer_multipliers=True)
+    names |= {name for one in (*latents, beside, after, sunk, joined) for name in weight_sizes(one)}
+    names |= set(kept_values(joined))
     assert {pattern_of(name) for name in names} == set(DIMS)
 
 

@@ -11,7 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plait.errors import PlaitError
 from plait.model.gpt import GPT
+from plait.model.parts.delta_attention import DeltaAttentionShape
 from plait.model.parts.latent_attention import LatentAttentionShape
+from plait.model.parts.unlike_layers import FullAttentionShape
 from plait.model.rope_scaling import RopeScaling
 from plait.model.shape import (
     ModelShape,
@@ -41,10 +43,31 @@ LATENT = replace(
     LLAMA, kv_heads=6, latent=LatentAttentionShape(key_value_rank=5, query_rank=7, rope_width=4, value_width=20)
 )
 FROM_THE_STREAM = replace(LATENT, latent=LatentAttentionShape(key_value_rank=5, rope_width=4, value_width=20))
+JOINED = replace(
+    LLAMA, layers=4, tied=True, activation="geglu", norm_places="both", qk_norm=True, value_norm=True,
+    windows=(8, 0, 8, 0), layer_multipliers=True, layer_input_width=6, shared_kv_layers=2, shared_kv_ffn=160,
+    full_attention=FullAttentionShape(head_width=8, kv_heads=1, values="keys"),
+    rope=RopeScaling(kind="proportional", factor=1.0, rotated_share=0.5),
+)  # fmt: skip
+DELTA = replace(
+    LLAMA, qk_norm=True, attention_gate=True, rotary_width=8,
+    delta=DeltaAttentionShape(layers=(0, 2), key_heads=2, value_heads=4, key_width=8, value_width=16, taps=4),
+)  # fmt: skip
 SHAPES = pytest.mark.parametrize(
     "shape",
-    [LLAMA, GPT2, QWEN2, QWEN3, WINDOWS, SCALED, LATENT, FROM_THE_STREAM],
-    ids=["llama", "gpt2", "qwen2", "qwen3", "windows", "scaled", "latent", "latent, queries from the stream"],
+    [LLAMA, GPT2, QWEN2, QWEN3, WINDOWS, SCALED, LATENT, FROM_THE_STREAM, JOINED, DELTA],
+    ids=[
+        "llama",
+        "gpt2",
+        "qwen2",
+        "qwen3",
+        "windows",
+        "scaled",
+        "latent",
+        "latent, queries from the stream",
+        "shared keys",
+        "linear attention",
+    ],
 )
 
 
@@ -100,6 +123,15 @@ def test_shapes_of_earlier_versions_are_written_as_before() -> None:
         ({"rope": {"kind": "linear", "factor": -1.0}}, "factor of linear rotary positions is -1.0"),
         ({"learned_positions": 16}, "choose at most 16"),
         ({"norm_eps": 0.0}, "norm_eps is 0.0; choose a number above 0"),
+        ({"shared_kv_layers": 3}, "leaves none of 3 layers with keys of its own"),
+        ({"shared_kv_layers": 1, "windows": [4, 4, 0]}, "among the first 2 there is none without a window"),
+        ({"shared_kv_ffn": 8}, "set shared_kv_layers"),
+        ({"full_attention": {"head_width": 8, "kv_heads": 4}}, "kv_heads = 4 does not divide 6 heads"),
+        ({"delta": {**DELTA.to_dict()["delta"], "layers": [3]}}, "the model's delta.layers are"),
+        ({"delta": {**DELTA.to_dict()["delta"], "value_heads": 3}}, "2 key heads and 3 value heads; choose a multiple"),
+        ({"delta": DELTA.to_dict()["delta"], "windows": [4, 0, 4]}, "delta attention goes with no windows"),
+        ({"layer_input_width": -1}, "layer_input_width is -1; choose a whole number of at least 0"),
+        ({"rope": {"kind": "linear", "factor": 2.0, "rotated_share": 0.5}}, "rotated_share of linear rotary positions"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(changes: dict[str, object], words: str) -> None:

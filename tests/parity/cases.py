@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from plait.layout import Layout
 from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant
+from plait.model.parts.delta_attention import DeltaAttentionShape
+from plait.model.parts.unlike_layers import FullAttentionShape
 from plait.model.rope_scaling import RopeScaling, WindowRope
 from plait.model.shape import ModelShape, linear_layers
 
@@ -45,9 +47,31 @@ FAMILIES: dict[str, ModelShape] = {
         attention_cap=0.4, logit_cap=0.8, windows=(16, 0) * 4,
     ),
     "sinks": replace(LLAMA, kv_heads=2, attention_sinks=True, windows=(16, 0) * 4, bias="attention", rope=YARN),
+    "unlike layers": replace(
+        LLAMA, kv_heads=4, qk_norm=True, value_norm=True, norm_places="both", activation="geglu", tied=True,
+        attention_multiplier=1.0, embedding_multiplier=8.0, logit_cap=0.8, windows=(16, 0) * 4, layer_multipliers=True,
+        rope=RopeScaling(kind="proportional", factor=1.0, rotated_share=0.5), window_rope=WindowRope(theta=300.0),
+        full_attention=FullAttentionShape(head_width=16, kv_heads=1, values="keys"),
+    ),
 }  # fmt: skip
 """Between them: biases, tied heads, grouped and single key/value heads, norms of queries and keys, windows, stretched
-rotary positions, tables longer than a sequence; the parts of Gemma 3, Granite, OLMo, GLM-4, Phi 3 and Ministral 3."""
+rotary positions, tables longer than a sequence; the parts of Gemma 3 and 4, Granite, OLMo, GLM-4, Phi 3 and
+Ministral 3."""
+NOT_EVERYWHERE: dict[str, ModelShape] = {
+    "shared keys": replace(
+        FAMILIES["unlike layers"], layer_input_width=8, shared_kv_layers=4, shared_kv_ffn=256,
+        full_attention=FullAttentionShape(head_width=16, kv_heads=2),
+    ),
+    "layer inputs": replace(FAMILIES["qwen3"], activation="geglu", layer_input_width=8),
+    "linear attention": replace(
+        FAMILIES["qwen3"], norm_weight="one plus", attention_gate=True, rotary_width=8, bias="attention",
+        delta=DeltaAttentionShape(
+            layers=(0, 1, 2, 4, 5, 6), key_heads=4, value_heads=8, key_width=8, value_width=8, taps=4
+        ),
+    ),
+}  # fmt: skip
+"""Families that some layouts cannot carry: no pipeline parts layers that share keys or have inputs of their own, and
+`context` does not cut the sequences of linear attention."""
 
 EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "replicate": ("gpt2", Layout(replicate=3)),
@@ -80,10 +104,30 @@ EVERY_DAY: dict[str, tuple[str, Layout]] = {
     "capped, context × tensor": ("capped", Layout(context=2, tensor=2)),
     "sinks, context × tensor": ("sinks", Layout(context=2, tensor=2)),
     "sinks, parameters": ("sinks", Layout(shard=2, shard_what="parameters", recompute="full")),
+    "unlike layers, context × tensor": ("unlike layers", Layout(context=2, tensor=2)),
+    "unlike layers, pipeline": ("unlike layers", Layout(pipeline=2, stage_layers=(5, 3), schedule="zero-bubble")),
+    "shared keys, tensor": ("shared keys", Layout(tensor=2)),
+    "shared keys, tensor beyond kv heads": ("shared keys", Layout(tensor=4)),
+    "shared keys, context": ("shared keys", Layout(context=2, recompute="selective")),
+    "shared keys, parameters": ("shared keys", Layout(shard=2, shard_what="parameters", recompute="full")),
+    "shared keys, shard × tensor": ("shared keys", Layout(shard=2, tensor=2, shard_what="parameters")),
+    "shared keys, context × tensor": ("shared keys", Layout(context=2, tensor=2, recompute="full")),
+    "layer inputs, replicate × shard": ("layer inputs", Layout(replicate=2, shard=2)),
+    "linear attention, replicate": ("linear attention", Layout(replicate=2, recompute="full")),
+    "linear attention, tensor": ("linear attention", Layout(tensor=2)),
+    "linear attention, parameters": ("linear attention", Layout(shard=2, shard_what="parameters")),
+    "linear attention, shard × tensor": ("linear attention", Layout(shard=2, tensor=2, recompute="selective")),
+    "linear attention, pipeline": ("linear attention", Layout(pipeline=2, stage_layers=(5, 3), schedule="zero-bubble")),
+    "linear attention, interleaved": (
+        "linear attention",
+        Layout(pipeline=2, stage_layers=(2, 3, 2, 1), schedule="interleaved"),
+    ),
+    "linear attention, pipeline × tensor": ("linear attention", Layout(pipeline=2, stage_layers=(3, 5), tensor=2)),
 }
 
 EACH_KIND = (
-    "replicate", "shard", "shard parameters", "tensor", "context", "pipeline, unequal", "pipeline, tied", "interleaved",
+    "replicate", "shard", "shard parameters", "shared keys, tensor", "linear attention, tensor",
+    "tensor", "context", "pipeline, unequal", "pipeline, tied", "interleaved",
     "zero-bubble", "pipeline × shard",
 )  # fmt: skip
 """The layouts that `make test` tries: each kind of parallelism, each schedule, and a mix."""
@@ -207,7 +251,7 @@ def adapted(
     family: str, *, targets: tuple[AdapterTarget, ...] = (), variant: AdapterVariant = "lora", rank: int = 3
 ) -> ModelShape:
     """A family with an adapter beside these linear layers, or beside all of them."""
-    shape = FAMILIES[family]
+    shape = {**FAMILIES, **NOT_EVERYWHERE}[family]
     targets = targets or linear_layers(shape)
     return replace(shape, adapter=AdapterShape(rank=rank, alpha=5.0, targets=targets, variant=variant))
 
@@ -232,6 +276,9 @@ ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
     "tied ends": (adapted("qwen2"), Layout(pipeline=2, stage_layers=_TWO)),
     "normed twice": (adapted("normed twice"), Layout(context=2, tensor=2)),
     "multiplied": (adapted("multiplied"), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),
+    "shared keys": (adapted("shared keys"), Layout(shard=2, tensor=2, recompute="selective")),
+    "linear attention": (adapted("linear attention"), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),
+    "unlike layers": (adapted("unlike layers"), Layout(pipeline=2, stage_layers=_TWO, context=2)),
     "interleaved": (adapted("gpt2"), Layout(pipeline=2, stage_layers=_VIRTUAL, schedule="interleaved")),
     "replicate × parameters": (adapted("gpt2"), Layout(replicate=2, shard=2, shard_what="parameters")),
     "pipeline × parameters": (

@@ -17,7 +17,7 @@ from plait.commands.verifying.small_model import shrunk_plan
 from plait.data.preparation.synthetic import write_synthetic
 from plait.layout import Layout
 from plait.model.shape import ModelShape, weight_sizes
-from plait.model.weights import trained_weights
+from plait.model.weights import stored_sizes, trained_weights
 from plait.parallel.communicator import ONE_PROCESS
 from plait.planner.plan import Plan
 from plait.planner.search.validity import check_layout
@@ -58,7 +58,7 @@ def check(shape: ModelShape, layout: Layout, workers: ForkedWorkers, shares: tup
     compared = {(one.kind, one.name) for one in verdict.findings}
     learning = trained_weights(plan.job.shape)
     assert 0 < len(learning) < len(weight_sizes(plan.job.shape))
-    gradients, weights = product(("gradient",), learning), product(("sgd", "adamw"), weight_sizes(plan.job.shape))
+    gradients, weights = product(("gradient",), learning), product(("sgd", "adamw"), stored_sizes(plan.job.shape))
     assert compared == {*gradients, *weights, *(("sums", name) for name in ("norm", "loss", "evaluation"))}
 
 

@@ -10,12 +10,13 @@ from plait.commands.verifying.gradient_check import check_gradients
 from plait.commands.verifying.small_model import shrunk_plan
 from plait.layout import Layout, conflict_sentence
 from plait.model.shape import weight_sizes
+from plait.model.weights import kept_values
 from plait.planner.search.validity import check_layout, check_shares
 from plait.recipe.load import parse_config
 from plait.recipe.schema import RunConfig
 from plait.workers import ForkedWorkers
 from tests.matrix import few_fast
-from tests.parity.cases import EACH_KIND, EVERY_DAY, FAMILIES, LONG, UNEQUAL, UNEQUAL_LONG, pairs
+from tests.parity.cases import EACH_KIND, EVERY_DAY, FAMILIES, LONG, NOT_EVERYWHERE, UNEQUAL, UNEQUAL_LONG, pairs
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}})
 SGD = parse_config({"data": {"files": "none"}, "run": {"name": "matrix"}, "optimizer": {"kind": "sgd", "lr": 0.1}})
@@ -62,7 +63,7 @@ def test_any_mix_with_unequal_shares_does(layout: Layout, shares: tuple[int, ...
 def check(
     family: str, layout: Layout, workers: ForkedWorkers, shares: tuple[int, ...] = (), config: RunConfig = CONFIG
 ) -> None:
-    plan = shrunk_plan(config, FAMILIES[family], layout, shares)
+    plan = shrunk_plan(config, {**FAMILIES, **NOT_EVERYWHERE}[family], layout, shares)
     check_layout(
         plan.placement.layout, plan.job.shape, sequence=plan.job.sequence, batch_sequences=plan.job.batch_sequences
     )
@@ -73,7 +74,8 @@ def check(
     compared = {(one.kind, one.name) for one in verdict.findings}
     own = "momentum" if plan.job.optimizer.kind == "sgd" else "adamw"
     weights = product(("gradient", "sgd", own), weight_sizes(plan.job.shape))
-    assert compared == {*weights, *(("sums", name) for name in ("norm", "loss", "evaluation"))}
+    kept = product(("sgd", own), kept_values(plan.job.shape))
+    assert compared == {*weights, *kept, *(("sums", name) for name in ("norm", "loss", "evaluation"))}
 
 
 def test_there_are_enough_layouts_and_all_are_allowed() -> None:

@@ -18,7 +18,7 @@ from plait.recipe.load import parse_config
 from plait.workers import ForkedWorkers
 from tests.matrix import few_fast
 from tests.parity import test_latent, test_mixtures
-from tests.parity.cases import EVERY_DAY, FAMILIES, UNEQUAL, UNEQUAL_LONG, pairs
+from tests.parity.cases import EVERY_DAY, FAMILIES, NOT_EVERYWHERE, UNEQUAL, UNEQUAL_LONG, pairs
 from tests.parity.conftest import CallMutant
 from tests.parity.test_matrix import described
 
@@ -68,7 +68,7 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
 )
 def test_layout_computes_what_one_process_computes(name: str, workers: ForkedWorkers) -> None:
     family, layout = EVERY_DAY[name]
-    check(shrunk_plan(CONFIG, FAMILIES[family], layout), workers)
+    check(shrunk_plan(CONFIG, {**FAMILIES, **NOT_EVERYWHERE}[family], layout), workers)
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_unequal_shares_compute_what_one_process_computes(name: str, workers: Fo
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "family"), pairs(), ids=described)
 def test_any_mix_computes_what_one_process_computes(layout: Layout, family: str, workers: ForkedWorkers) -> None:
-    check(shrunk_plan(CONFIG, FAMILIES[family], layout), workers)
+    check(shrunk_plan(CONFIG, {**FAMILIES, **NOT_EVERYWHERE}[family], layout), workers)
 
 
 @pytest.mark.slow

@@ -24,8 +24,7 @@ from plait.interop.write_weights import ReadPart
 from plait.model.adapters import merged_weight
 from plait.model.names import ADAPTER_A, ADAPTER_B
 from plait.model.quantization import dequantized
-from plait.model.shape import weight_sizes
-from plait.model.weights import is_quantized
+from plait.model.weights import is_quantized, stored_sizes
 from plait.partition.boxes import Box
 from plait.planner.plan import Plan
 from plait.run_folder import RunFolder
@@ -61,7 +60,7 @@ def merged_reader(source: ExportedRun) -> ReadPart:
     if base is None or adapter is None:
         return lambda name, offset, extent: read_slice(path, manifest, f"model/{name}", offset, extent)
     shape = source.plan.job.shape
-    sizes, trained = weight_sizes(shape), {part.tensor for part in manifest.parts}
+    sizes, trained = stored_sizes(shape), {part.tensor for part in manifest.parts}
 
     @lru_cache(maxsize=1)
     def trained_beside(name: str) -> Tensor:

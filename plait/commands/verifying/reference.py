@@ -154,8 +154,8 @@ def _weights(assembly: Assembly, kind: str) -> Iterator[tuple[str, Tensor]]:
             yield from ((f"{kind}/{key}", numbers) for key, numbers in _dequantized(held, layer))
             continue
         yield f"{kind}/{held.name}/{_offset_text(held.box.offset)}/copy", held.tensor.detach().clone()
-    for bias in assembly.kept_biases():
-        yield f"{kind}/{bias.name}/0/copy", bias.tensor.clone()
+    for kept in assembly.kept_vectors():
+        yield f"{kind}/{kept.name}/0/copy", kept.tensor.clone()
 
 
 def _dequantized(held: HeldWeight, layer: Linear) -> Iterator[tuple[str, Tensor]]:

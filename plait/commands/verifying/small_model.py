@@ -9,11 +9,14 @@ from dataclasses import replace
 from math import lcm
 
 from plait.commands.verifying.small_parts import (
+    SHRUNK_SHARING,
     longrope_for,
+    shrunk_delta,
     shrunk_latent,
     shrunk_mixture,
     shrunk_objectives,
     shrunk_positions,
+    shrunk_unlike_layers,
     widened_latent,
 )
 from plait.devices import DeviceName
@@ -114,7 +117,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         width += 6
     # Where the large model's ranks have unequal parts, so have the small one's; the vocabulary's always are.
     ffn = 4 * layout.tensor if shape.ffn % layout.tensor == 0 else 4 * layout.tensor + 1
-    layers = sum(layout.stage_layers) or 2
+    layers = sum(layout.stage_layers) or (2 * SHRUNK_SHARING if shape.shared_kv_layers else 2)
     sequence = 2 * layout.context * max(2, -(-6 // layout.context)) + (layout.context == 1)
     return replace(
         shape,
@@ -123,6 +126,7 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         objectives=shrunk_objectives(shape.objectives, shape.layers, layers),
         windows=_shrunk_windows(shape, layers),
         **shrunk_positions(shape, layers, head_width),
+        **shrunk_unlike_layers(shape, kv_heads, head_width, 4 * ffn),
         learned_positions=sequence + 3 if shape.learned_positions else 0,
         width=width,
         heads=heads,
@@ -133,15 +137,17 @@ def shrunk_shape(shape: ModelShape, layout: Layout) -> ModelShape:
         sequence=sequence,
         adapter=replace(shape.adapter, rank=min(shape.adapter.rank, SHRUNK_RANK)) if shape.adapter else None,
         latent=shrunk_latent(shape.latent, shape.head_width) if shape.latent else None,
+        delta=shrunk_delta(shape.delta, shape.layers, layers, layout.tensor) if shape.delta else None,
     )
 
 
 def _shrunk_windows(shape: ModelShape, layers: int) -> tuple[int, ...]:
     """Windows shorter than the small model's sequences: in every layer, or in every second one where the large model
-    has layers without."""
+    has layers without, and in the last one if the large model has one there."""
     if not any(shape.windows):
         return ()
-    return tuple(SHRUNK_WINDOW * (min(shape.windows) > 0 or layer % 2) for layer in range(layers))
+    first = (layers + (shape.windows[-1] > 0)) % 2
+    return tuple(SHRUNK_WINDOW * (min(shape.windows) > 0 or (layer + first) % 2 == 0) for layer in range(layers))
 
 
 def plan_for_device(plan: Plan, device: DeviceName, precision: Precision) -> Plan:
@@ -156,6 +162,12 @@ def plan_for_device(plan: Plan, device: DeviceName, precision: Precision) -> Pla
         head_width=8 * old.head_width,
         ffn=8 * old.ffn,
         rotary_width=8 * old.rotary_width,
+        full_attention=replace(full, head_width=8 * full.head_width) if (full := old.full_attention) else None,
+        delta=replace(delta, key_width=8 * delta.key_width, value_width=8 * delta.value_width)
+        if (delta := old.delta)
+        else None,
+        layer_input_width=8 * old.layer_input_width,
+        shared_kv_ffn=8 * old.shared_kv_ffn,
         **longrope_for(old, 8 * (old.rotary_width or old.head_width)),
         mixture=replace(old.mixture, expert_ffn=8 * old.mixture.expert_ffn) if old.mixture else None,
         latent=widened_latent(old.latent, 8) if old.latent else None,

@@ -10,6 +10,7 @@ from itertools import cycle, islice
 from math import lcm
 from typing import Any
 
+from plait.model.parts.delta_attention import DeltaAttentionShape
 from plait.model.parts.latent_attention import LatentAttentionShape
 from plait.model.parts.mixture import MixtureShape
 from plait.model.parts.objectives import ObjectivesShape
@@ -21,6 +22,10 @@ SHRUNK_DEPTHS = 2
 """Depths of prediction ahead: the second reads the first one's stream."""
 SHRUNK_GROWTH_AFTER = 2
 """Tokens after which queries begin to grow in a small model."""
+SHRUNK_TAPS = 3
+"""Tokens that the convolutions of linear attention read in a small model."""
+SHRUNK_INPUT, SHRUNK_SHARING = 6, 2
+"""Width of each layer's own input in a small model, and its layers that use the keys of as many before them."""
 SHRUNK_CAPACITY = 0.8
 """Capacity of a small model's experts if the large model's have one: some choices are dropped at each step."""
 
@@ -61,6 +66,35 @@ def shrunk_objectives(objectives: ObjectivesShape, layers: int, small: int) -> O
         heads=tuple(sorted(places)),
         head_weights=tuple(weights[places[place]] for place in sorted(places)),
         ahead=min(objectives.ahead, SHRUNK_DEPTHS),
+    )
+
+
+def shrunk_unlike_layers(shape: ModelShape, kv_heads: int, head_width: int, ffn: int) -> dict[str, Any]:
+    """The fields of layers that differ, in a small model of which the second half shares keys if some of the large one
+    do."""
+    full = shape.full_attention
+    if full is not None:
+        full = replace(full, head_width=2 * head_width, kv_heads=kv_heads if full.kv_heads == shape.kv_heads else 1)
+    return {
+        "full_attention": full,
+        "layer_input_width": SHRUNK_INPUT if shape.layer_input_width else 0,
+        "shared_kv_layers": SHRUNK_SHARING if shape.shared_kv_layers else 0,
+        "shared_kv_ffn": ffn if shape.shared_kv_ffn else 0,
+    }
+
+
+def shrunk_delta(delta: DeltaAttentionShape, layers: int, small: int, tensor: int) -> DeltaAttentionShape:
+    """Narrow states in every second of `small` layers, or in all if the large model's `layers` all have them."""
+    every = len(delta.layers) == layers
+    key_heads = tensor if tensor > 1 else 2
+    return replace(
+        delta,
+        layers=tuple(at for at in range(small) if every or (small - at) % 2 == 0),
+        key_heads=key_heads,
+        value_heads=key_heads * min(2, delta.value_heads // delta.key_heads),
+        key_width=3,
+        value_width=4,
+        taps=min(delta.taps, SHRUNK_TAPS),
     )
 
 

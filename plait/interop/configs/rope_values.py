@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.errors import PlaitError
 from plait.interop.configs.parts import ConfigPart, Fields, head_width_of
-from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of
+from plait.interop.configs.values import ConfigValues, count_of, flag_of, number_of, require
 from plait.interop.configs.window_values import FULL, SLIDING
 from plait.model.rope_scaling import RopeScaling, WindowRope, yarn_table_scale
 from plait.model.shape import ModelShape
@@ -97,6 +97,57 @@ def rotary_by_kind(*, theta: float, window_theta: float, window_key: str = "") -
 
     keys = ("rope_parameters", "rope_scaling", "rope_theta", *([window_key] if window_key else []))
     return ConfigPart(keys=keys, read=read, write=write)
+
+
+def rotary_proportional(*, theta: float, window_theta: float, share: float) -> ConfigPart:
+    """Gemma 4's: in layers without a window, of any head width, a share of each head's pairs turns. Both tables are in
+    rope_parameters; transformers reads no older form."""
+
+    def read(values: ConfigValues) -> Fields:
+        for key in ("rope_scaling", "rope_theta", "partial_rotary_factor"):
+            require(values, key, (None,))
+        tables = values.get("rope_parameters")
+        if tables is None:
+            tables = {
+                FULL: {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": share},
+                SLIDING: {"rope_type": "default", "rope_theta": window_theta},
+            }
+        everywhere, windowed = _tables_by_kind({"rope_parameters": tables})
+        missing = not everywhere or (not windowed and SLIDING in (values.get("layer_types") or (SLIDING,)))
+        if missing or any(table and table.get("rope_theta") is None for table in (everywhere, windowed)):
+            raise PlaitError(
+                "rope_parameters in config.json lacks a table for full_attention or sliding_attention, or a rope_theta "
+                "in one; bring the config.json of these weights"
+            )
+        window_rope = WindowRope(
+            theta=number_of(windowed or everywhere, "rope_theta"), scaling=_proportional(windowed or everywhere)
+        )
+        base, scaling = number_of(everywhere, "rope_theta"), _proportional(everywhere)
+        same = (window_rope.theta, window_rope.scaling) == (base, scaling)
+        return {"rope_theta": base, "rope": scaling, "window_rope": None if same else window_rope}
+
+    def write(shape: ModelShape) -> Fields:
+        own = shape.window_rope or WindowRope(theta=shape.rope_theta, scaling=shape.rope)
+        tables = {
+            FULL: {**_written_table(shape.rope), "rope_theta": shape.rope_theta},
+            SLIDING: {**_written_table(own.scaling), "rope_theta": own.theta},
+        }
+        return {"rope_parameters": tables}
+
+    keys = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+    return ConfigPart(keys=keys, read=read, write=write)
+
+
+def _proportional(table: ConfigValues) -> RopeScaling | None:
+    named = _named({name: one for name, one in table.items() if one is not None})
+    if named["rope_type"] != "proportional":
+        _refuse_share(named)
+        return _scaling(named["rope_type"], named, {}, ("default", "proportional"))
+    share = number_of({"partial_rotary_factor": named.get("partial_rotary_factor", 1.0)}, "partial_rotary_factor")
+    if share > 1:
+        raise PlaitError(f"partial_rotary_factor in config.json is {share:g}; it should be at most 1")
+    factor = number_of({"factor": named.get("factor", 1.0)}, "factor")
+    return RopeScaling(kind="proportional", factor=factor, rotated_share=share)
 
 
 def _tables_by_kind(values: ConfigValues) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -362,6 +413,8 @@ def _written_table(scaling: RopeScaling | None) -> dict[str, Any]:
     table: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind in _MOVED:
         table["original_max_position_embeddings"] = scaling.original_sequence
+    if scaling.kind == "proportional":
+        table["partial_rotary_factor"] = scaling.rotated_share
     if scaling.kind == "llama3":
         table |= {"low_freq_factor": scaling.low_frequency, "high_freq_factor": scaling.high_frequency}
     if scaling.kind == "yarn":

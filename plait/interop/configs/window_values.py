@@ -68,6 +68,23 @@ def window_by_period() -> ConfigPart:
     return ConfigPart(keys=(*part.keys, "sliding_window_pattern"), read=read, write=part.write)
 
 
+def window_but_last() -> ConfigPart:
+    """Gemma 4's: a window for all layers except every sixth and the last, or by layer_types."""
+
+    def read(values: ConfigValues) -> Fields:
+        layers = layers_of(values)
+        found = _by_kind(values, [(layer + 1) % 6 > 0 and layer + 1 < layers for layer in range(layers)])
+        if found and found[-1]:
+            raise PlaitError(
+                "layer_types in config.json gives the last layer a window, and transformers computes it without one; "
+                "correct it to full_attention"
+            )
+        return {"windows": found}
+
+    part = window_by_kind(lambda layer: True)
+    return ConfigPart(keys=part.keys, read=read, write=part.write)
+
+
 def window_if_used(*, of_all: bool = False) -> ConfigPart:
     """Qwen's: use_sliding_window, then the layers that layer_types names, or those from max_window_layers on; or, with
     `of_all`, all layers."""

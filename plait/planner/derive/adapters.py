@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from plait.errors import PlaitError
 from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
-from plait.model.shape import ModelShape, linear_layers, parameter_count
+from plait.model.names import within_layer
+from plait.model.shape import ModelShape, linear_layers, linear_layers_in, parameter_count
 from plait.model.weights import describe_weights, is_quantized, trained_parameter_count
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.published_rules import (
@@ -120,11 +121,14 @@ def _meanings(shape: ModelShape) -> dict[str, tuple[AdapterTarget, ...]]:
 
 
 def _rank(requested: FinetuneSection, shape: ModelShape, targets: Sequence[AdapterTarget], bits: int) -> int:
-    sizes = {target: describe_weights(shape)[f"layers.0.{target}.weight"].sizes for target in targets}
-    narrowest = min(targets, key=lambda target: min(sizes[target]))
-    largest = min(sizes[narrowest])
+    narrowest = min(targets, key=shape.smaller_side)
+    largest = shape.smaller_side(narrowest)
     if requested.rank == "auto":
-        per_rank = shape.layers * sum(sum(size) for size in sizes.values())
+        sizes = describe_weights(shape)
+        names = (f"layers.{n}.{one}.weight" for n in range(shape.layers) for one in linear_layers_in(shape, n))
+        per_rank = sum(
+            sum(sizes[name].sizes) for name in names if within_layer(name).removesuffix(".weight") in targets
+        )
         return rank_for_tokens(bits, per_rank, largest)
     if requested.rank > largest:
         raise PlaitError(

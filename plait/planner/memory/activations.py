@@ -51,7 +51,8 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     if w.is_frozen:  # compiled layers norm again where products need it; adapters keep what they are given
         narrow = narrow + 4.0 * w.width / stream
     held = streamed + attention - less * heads + inner + routed + narrow
-    return tokens * held * (w.element_bytes / 2) + scores_held(w, c, profile)
+    states = FLOAT32_BYTES * tokens * w.delta_numbers / c.tensor
+    return tokens * held * (w.element_bytes / 2) + states + scores_held(w, c, profile)
 
 
 def split_activations(w: Workload, c: Candidates) -> Reals:
@@ -88,6 +89,10 @@ def kept_logsumexps(w: Workload, c: Candidates) -> Reals:
     return kept * local_tokens(w, c) * w.heads / c.tensor
 
 
+FLOAT32_BYTES = 4
+LAYER_INPUT_BYTES = 16
+"""Bytes for each number of the inputs that layers are given of their own: before a norm, behind it, and the gradients
+of both, in float32 (model/gpt.py)."""
 UNFUSED_SCORES, HOST_UNFUSED_SCORES = 2**24, 2**21
 """Scores of a block on GPUs and on processors (model/attention.py)."""
 BLOCK_NUMBER_BYTES = 16

@@ -10,6 +10,7 @@ import numpy as np
 
 from plait.planner.calibration.constants import constant
 from plait.planner.memory.activations import (
+    LAYER_INPUT_BYTES,
     UNFUSED_SCORES,
     block_bytes,
     kept_and_repeated,
@@ -148,6 +149,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     (trained, trained_experts), adapters = trained_layer_parameters(w, c), adapter_parameters(w, c)
     held = common + experts + adapters
     learns = trained_table_parameters(w) / c.tensor
+    inputs, learning_inputs = (w.input_table_parameters * part / c.tensor for part in (1, 0 if w.is_frozen else 1))
     table, tokens, ranks = w.embedding_parameters / c.tensor, local_tokens(w, c), shard_group_size(c, profile)
     rule, number = c.shard_what, w.element_bytes
     split = {what: np.where(rule >= SHARDED_STATES.index(what), ranks, 1) for what in ("optimizer", "gradients")}
@@ -179,17 +181,23 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         + of_layers * (common / split["parameters"] + experts / own["parameters"]),
         ("parameters", "head"): (frozen - weight) * table if w.is_frozen and not w.tied else 0.0 * table,
         ("parameters", "tables"): weight * table,
+        ("parameters", "once"): weight * inputs,
+        ("gradients", "once"): gradient * learning_inputs / split["gradients"],
+        ("optimizer", "once"): state * learning_inputs / split["optimizer"],
         ("gradients", "layers"): gradient * (trained / split["gradients"] + trained_experts / own["gradients"]),
         ("gradients", "tables"): gradient * learns / split["gradients"],
         ("optimizer", "layers"): state_of_layers * (trained / split["optimizer"] + trained_experts / own["optimizer"]),
         ("optimizer", "tables"): state * learns / split["optimizer"],
-        ("gathered", "once"): np.where(fully, ahead, 0.0),
+        ("gathered", "once"): np.where(fully, ahead + (profile.gathered_table_bytes or number / 2) * inputs, 0.0),
         ("gathered", "layers"): np.where(stays, gathered, 0.0),
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
         ("gathered", "head"): np.where(rounded_head, (number - profile.gathered_table_bytes) * table, 0.0),
         ("activations", "kept"): kept + _rounded_weights(w, c, profile) * (adapters if w.is_frozen else held),
         ("activations", "split"): split_activations(w, c),
-        ("activations", "once"): again + (number + READING_BYTES) * largest + block_bytes(w, c, UNFUSED_SCORES),
+        ("activations", "once"): LAYER_INPUT_BYTES * tokens * w.layer_inputs / c.tensor
+        + again
+        + (number + READING_BYTES) * largest
+        + block_bytes(w, c, UNFUSED_SCORES),
         ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
         * (profile.logit_copies_bytes + CAPPED_LOGIT_BYTES * w.capped_logits)
         + (_head_copies(w, profile) - number * (rounded_head & (not w.is_frozen))) * table,

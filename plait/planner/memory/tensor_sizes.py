@@ -15,14 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.planner.memory.activations import HOST_UNFUSED_SCORES, block_bytes, kept_logsumexps
+from plait.planner.memory.activations import FLOAT32_BYTES, HOST_UNFUSED_SCORES, block_bytes, kept_logsumexps
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Candidates, Counts, Reals
 from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.problem.trained_weights import adapter_parameters, dequantized_parameters, local_target_sizes
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
-FLOAT32_BYTES = 4
 LOGITS_AT_ONCE = 2**21
 """Number of logits that the loss computes at a time on a processor (trainer/loss.py)."""
 
@@ -133,7 +132,8 @@ def _attention_sizes(w: Workload, t: Counts, number: Reals) -> dict[str, Reals]:
         sizes = {"kept": w.latent.kept(t), "products": w.latent.products_kept(t), "turned": w.latent.turned(t)}
         return {name: number * size for name, size in sizes.items()}
     heads = number * w.head_width * 2 * (w.heads / t + np.maximum(w.kv_heads / t, 1))
-    return {"kept": number * w.width + heads, "products": heads, "turned": number * w.width + heads}
+    states = FLOAT32_BYTES * number / w.element_bytes * w.delta_numbers / t
+    return {"kept": number * w.width + heads + states, "products": heads, "turned": number * w.width + heads}
 
 
 def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from plait.layout import Schedule
 from plait.partition.pipeline_schedule import Action, ActionLists, schedule_actions
 from plait.planner.calibration.constants import constant
+from plait.planner.memory.activations import FLOAT32_BYTES, LAYER_INPUT_BYTES
 from plait.planner.memory.rank_loads import grouped_loads
 from plait.planner.memory.schedule_walk import TENSOR_SIZES, PipelineStages, fullest_moments
 from plait.planner.memory.tensor_sizes import TensorSizes, tensor_sizes
@@ -31,6 +32,7 @@ from plait.planner.problem.candidates import (
 )
 from plait.planner.problem.stage_partition import head_places, layers_behind_heads, micro_batches_per_step, stages_of
 from plait.planner.problem.workload import Workload, expected_distinct_tokens
+from plait.planner.step_time.roofline import local_tokens
 
 ROUNDS_WALKED = 3
 """Rounds of micro-batches through all ranks that are traced; for every schedule but gpipe the peak is within these."""
@@ -160,6 +162,9 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     has_head = stages.last in own_stages and not (w.tied and 0 in own_stages)
     tables = (n_tables - has_head) * p.table_weights + has_head * p.head_weights
     learning_tables = n_tables * p.table
+    inputs = FLOAT32_BYTES * w.input_table_parameters / c.tensor
+    learning_inputs = 0.0 * inputs if w.is_frozen else inputs
+    tables, learning_tables = tables + inputs, learning_tables + learning_inputs
     gathered_tables = tables - (has_head and w.rounds_gathered_head and not w.is_frozen) * p.head_weights / 2
     weights = layers * p.layer_weights + tables
     own = (layers * p.layer_trained + learning_tables) / c.shard
@@ -177,10 +182,11 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     received = 0.0 if fully else (c.shard - 1) * own
     found = {
         "parameters": weights / c.shard if fully else weights,
-        "gradients": held[0] + in_buckets + received + travelling,
+        # Of the layers' inputs the gradient is made in one piece, before it is added to those before.
+        "gradients": held[0] + in_buckets + received + travelling + learning_inputs / (c.shard if fully else 1),
         "optimizer": moments - w.moments * kept,
         "gathered": fully * gathered_tables + held[4],
-        "activations": held[1] * beyond,
+        "activations": held[1] * beyond + LAYER_INPUT_BYTES * local_tokens(w, c) * w.layer_inputs / c.tensor,
         "logits": held[2],
         "fixed": held[3],
         "gaps": ALLOCATOR_GAP_STREAMS * layers * (c.recompute != RECOMPUTE_MODES.index("full")) * p.gathered,

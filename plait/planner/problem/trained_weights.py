@@ -90,6 +90,8 @@ def fullest_rank_parameters(
     both = not w.tied and w.predict_ahead > 0  # the last stage looks tokens up, too
     tables = np.where(c.pipeline == 1, 1 if w.tied else 2, 2 if both else 1) * table
     ends = np.maximum(held.first, held.last) * common + tables
+    if table_parameters:  # the layers' inputs learn as the tables do, and no pipeline parts such layers
+        ends = ends + w.input_table_parameters / c.tensor
     middle = held.middle * common + (held.middle_heads > 0) * table
     return np.maximum(np.maximum(ends, middle), held.fullest * common), held.fullest * experts
 

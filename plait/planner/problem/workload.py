@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
 
 from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, AdapterTarget, Quantization
-from plait.model.shape import ModelShape, is_gated
+from plait.model.names import LAYER_PROJECTION, layer_of
+from plait.model.parts.delta_attention import DELTA_CHUNK
+from plait.model.shape import ModelShape, is_gated, weight_sizes
 from plait.model.weights import kernel_width, scored_width
 from plait.planner.problem.candidates import Counts, Reals
 from plait.planner.problem.other_programs import PLAIN_LAYERS, OtherLayers
@@ -79,7 +82,20 @@ class Workload:
     latent: LatentWork | None = None
     """Latent attention as plait computes it; `head_width` is then that of keys and values on average."""
     projection_weights: int = 0
-    """Weights of one layer's attention where heads do not tell (latent attention, state-space layers); 0: they do."""
+    """Weights of one layer's attention where heads do not tell (latent attention, state-space layers, layers that are
+    unlike each other); 0: they do."""
+    layer_inputs: int = 0
+    """Numbers of the inputs that all layers together are given of their own of a token (Gemma 4), for which a second
+    table stands beside the embedding."""
+    delta_numbers: int = 0
+    """Numbers that an average layer keeps of a token for linear attention's states and chunks, of all heads."""
+    delta_products: int = 0
+    """Products of a token in an average layer that linear attention's states and chunks take."""
+    delta_key_heads: int = 0
+    """Key heads of linear attention, whose states pass from token to token: no axis may cut sequences, and `tensor`
+    divides these heads; 0: there is none."""
+    one_stage: bool = False
+    """Whether layers use what others made, so that a pipeline cannot part them."""
     other_layers: OtherLayers = PLAIN_LAYERS
     """What some layers are that plait does not train."""
     post_norms: int = 0
@@ -167,6 +183,11 @@ class Workload:
         return self.vocabulary * self.width
 
     @property
+    def input_table_parameters(self) -> int:
+        """Weights of the table of the layers' own inputs."""
+        return self.vocabulary * self.layer_inputs
+
+    @property
     def parameters(self) -> int:
         """All weights (norms and biases, below a thousandth, left out); a tied head counts once."""
         sparse, plain = self.moe_layers, self.layers - self.moe_layers
@@ -175,6 +196,7 @@ class Workload:
             + plain * self.dense_feedforward_parameters
             + sparse * (self.experts * self.expert_parameters + self.shared_expert_parameters)
             + self.embedding_parameters * (1 if self.tied else 2)
+            + self.input_table_parameters
             + self.predict_ahead * (self.last_layer_parameters + 2 * self.width**2)
         )
 
@@ -230,7 +252,7 @@ class Workload:
         scores = 4 * (self.layers + self.predict_ahead) * self.mean_keys_per_query * self.heads * self.head_width
         layers = (self.active_parameters - self.embedding_parameters) * self.layers_and_depths / self.layers
         products = (2 if self.is_frozen else 3) * 2 * (layers + self.heads_in_all * self.embedding_parameters)
-        return products + 3 * (scores if counting == "full" else scores / 2)
+        return products + 6 * self.layers * self.delta_products + 3 * (scores if counting == "full" else scores / 2)
 
 
 def workload_of(
@@ -243,13 +265,18 @@ def workload_of(
     moments: int = 2,
 ) -> Workload:
     """The workload of a model that plait trains."""
-    numbers = {"head_width": shape.head_width, **_mixture_numbers(shape), **latent_numbers(shape)}
+    numbers = {
+        "head_width": shape.head_width,
+        "kv_heads": shape.kv_heads,
+        "ffn": shape.ffn,
+        **_mixture_numbers(shape),
+        **latent_numbers(shape),
+        **_average_numbers(shape),
+    }
     return Workload(
         layers=shape.layers,
         width=shape.width,
         heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        ffn=shape.ffn,
         gated=is_gated(shape),
         vocabulary=shape.vocabulary,
         tied=shape.tied,
@@ -284,6 +311,39 @@ def _mixture_numbers(shape: ModelShape) -> dict[str, Any]:
         "expert_groups_chosen": mixture.groups_chosen,
         "shared_ffn": shape.size_of("shared_ffn"),
         "dense_layers": sum(shape.mixture_of(layer) is None for layer in range(shape.layers)),
+    }
+
+
+def _average_numbers(shape: ModelShape) -> dict[str, Any]:
+    """The fields of a Workload whose layers are unlike each other, or have inputs of their own: averages over them."""
+    inputs, shares, delta = shape.layer_input_width, shape.shared_kv_layers > 0, shape.delta
+    if shape.full_attention is None and not inputs and not shares and delta is None and not shape.attention_gate:
+        return {}
+    layers = [shape.at(layer) for layer in range(shape.layers)]
+    sizes = weight_sizes(replace(shape, adapter=None))
+    in_layers = [name for name, own in sizes.items() if len(own) == 2 and layer_of(name) is not None]
+    matrices = sum(prod(sizes[name]) for name in [*in_layers, *([LAYER_PROJECTION] if inputs else [])])
+    feedforward = sum((3 if is_gated(shape) else 2) * shape.width * own.ffn for own in layers)
+    scoring = [layer for layer in range(shape.layers) if not shape.has_delta(layer)]
+    width = sum(layers[layer].head_width for layer in scoring) / max(1, len(scoring)) or shape.head_width
+    keys = sum(layers[layer].size_of("kv_heads") for layer in scoring if not shape.shares_kv(layer))
+    states: dict[str, Any] = {}
+    if delta is not None:
+        states = {
+            "other_layers": OtherLayers(attending_layers=len(scoring), scanning_layers=len(delta.layers)),
+            "delta_numbers": round(len(delta.layers) / shape.layers * delta.kept_numbers(DELTA_CHUNK)),
+            "delta_products": round(len(delta.layers) / shape.layers * delta.forward_products(DELTA_CHUNK)),
+            "delta_key_heads": delta.key_heads,
+        }
+    # A layer's products of its own inputs count with attention: they have a few hundred columns.
+    return {
+        "head_width": round(width),
+        "kv_heads": max(1, round(keys / max(1, len(scoring)) / width)),
+        "ffn": round(sum(own.ffn for own in layers) / shape.layers),
+        "projection_weights": round((matrices - feedforward) / shape.layers),
+        "layer_inputs": shape.size_of("layer_inputs"),
+        "one_stage": shares or inputs > 0,
+        **states,
     }
 
 

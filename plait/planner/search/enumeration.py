@@ -64,6 +64,8 @@ MOST_VIRTUAL_STAGES = 12
 """Virtual stages per rank beyond which an interleaved schedule waits for its messages."""
 
 TOO_FEW_LAYERS = "more pipeline stages than layers"
+LAYERS_JOINED = "layers that use each other's keys or the embedding cannot be parted by a pipeline"
+STATES_PASS_ON = "the states of linear attention pass along whole sequences, which the context axis would cut"
 HEADS_INDIVISIBLE = "the number of heads does not divide by the tensor axis"
 SEQUENCE_INDIVISIBLE = (
     "sequences do not divide into twice as many pieces as the context axis has ranks, of 128 tokens or more"
@@ -146,8 +148,12 @@ def _against(w: Workload, degrees: Layout, least_piece_tokens: int) -> str | Non
     """Why these degrees cannot run the workload, or why they would be useless; None for valid ones."""
     if degrees.pipeline > w.layers:
         return TOO_FEW_LAYERS
-    if w.heads % degrees.tensor or (w.norms_all_heads and degrees.tensor > 1):
+    if w.one_stage and degrees.pipeline > 1:
+        return LAYERS_JOINED
+    if w.heads % degrees.tensor or (w.norms_all_heads and degrees.tensor > 1) or w.delta_key_heads % degrees.tensor:
         return HEADS_INDIVISIBLE
+    if w.delta_key_heads and degrees.context > 1:
+        return STATES_PASS_ON
     piece = w.sequence / degrees.context
     if degrees.context > 1 and (w.sequence % (2 * degrees.context) or piece < least_piece_tokens):
         return SEQUENCE_INDIVISIBLE
@@ -305,7 +311,15 @@ def divisors(number: int) -> list[int]:
 
 def _nothing_left(w: Workload, devices: int, constraints: Constraints, refused: Counter[str]) -> str:
     if constraints.degrees:
-        order = (TOO_FEW_LAYERS, HEADS_INDIVISIBLE, SEQUENCE_INDIVISIBLE, BATCH_TOO_SMALL, INCOMPATIBLE_SPLITS)
+        order = (
+            TOO_FEW_LAYERS,
+            LAYERS_JOINED,
+            HEADS_INDIVISIBLE,
+            STATES_PASS_ON,
+            SEQUENCE_INDIVISIBLE,
+            BATCH_TOO_SMALL,
+            INCOMPATIBLE_SPLITS,
+        )
         reason = next(reason for reason in order if refused[reason])
         return f"the layout named under [layout] cannot carry this model and batch ({reason}); change it"
     return (

@@ -8,6 +8,7 @@ from plait.errors import PlaitError
 from plait.layout import Layout, conflict_sentence
 from plait.machines.machine import Machine
 from plait.model.names import Dim
+from plait.model.parts.delta_attention import DeltaAttentionShape
 from plait.model.shape import ModelShape
 from plait.model.weights import active_ahead_products, active_layer_products
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, SHARDED_STATES, Candidates
@@ -47,12 +48,19 @@ def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequ
     _check_tensor(layout.tensor, shape)
     _check_norm_width(layout.tensor, shape)
     _check_expert(layout, shape)
+    if shape.delta is not None:
+        _check_delta(layout, shape.delta)
     if layout.context > 1 and sequence % (2 * layout.context):
         raise PlaitError(
             f"layout.context = {layout.context} cuts each sequence into {2 * layout.context} equal pieces, and "
             f"train.sequence is {sequence}; choose a multiple of {2 * layout.context}"
         )
     _check_stages(layout, shape)
+    if layout.pipeline > 1 and (shape.shared_kv_layers or shape.layer_input_width):
+        raise PlaitError(
+            f"layout.pipeline = {layout.pipeline} parts layers that use each other's keys and values or inputs made of "
+            "the embedding; choose layout.pipeline = 1, and layout.shard or layout.tensor to divide the model"
+        )
     if (parallel := layout.data_parallel_degree) > batch_sequences:
         raise PlaitError(
             f"{parallel} workers cannot share {counted(batch_sequences, 'sequence')} a step: each needs one; raise "
@@ -129,6 +137,20 @@ def _check_norm_width(tensor: int, shape: ModelShape) -> None:
         raise PlaitError(
             f"layout.tensor = {tensor} parts the heads, and this model norms the queries of all heads as one; choose "
             "layout.tensor = 1"
+        )
+
+
+def _check_delta(layout: Layout, delta: DeltaAttentionShape) -> None:
+    if layout.context > 1:
+        raise PlaitError(
+            f"layout.context = {layout.context} cuts sequences, and the states of this model's linear attention pass "
+            "from token to token; choose layout.context = 1"
+        )
+    if delta.key_heads % layout.tensor:
+        fitting = [str(number) for number in range(1, delta.key_heads + 1) if delta.key_heads % number == 0]
+        raise PlaitError(
+            f"layout.tensor = {layout.tensor} does not divide the {delta.key_heads} key heads of linear attention; "
+            f"choose one of {', '.join(fitting)}"
         )
 
 

@@ -28,5 +28,5 @@ def check_fits(manifest: Manifest, plan: Plan) -> None:
     be asked before anybody takes memory for them."""
     check_model(manifest, described_model(plan))
     sizes = weight_sizes(plan.job.shape)
-    kept = {name: (plan.job.shape.size_of("experts"),) for name in kept_values(plan.job.shape)}
+    kept = {name: plan.job.shape.sizes_of(name) for name in kept_values(plan.job.shape)}
     check_weights(manifest, {**{name: sizes[name] for name in trained_weights(plan.job.shape)}, **kept})

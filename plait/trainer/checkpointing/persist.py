@@ -122,15 +122,15 @@ def owned_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
             for kind, tensor in kinds.items():
                 for part in unit.parts:
                     yield f"{kind}/{part.name}", part.box, unit_part_view(tensor, part)
-    for bias in assembly.kept_biases():
-        if bias.owned:
-            yield f"model/{bias.name}", bias.box, bias.tensor
+    for kept in assembly.kept_vectors():
+        if kept.owned:
+            yield f"model/{kept.name}", kept.box, kept.tensor
 
 
 def held_state(assembly: Assembly) -> Iterator[tuple[str, Box, Tensor]]:
     """All weights, moments and biases on this rank, whoever owns them: what `load_state` fills, in the same order. To
     read them the model must be settled."""
-    for held in (*_trained(assembly), *assembly.kept_biases()):
+    for held in (*_trained(assembly), *assembly.kept_vectors()):
         yield f"model/{held.name}", held.box, held.tensor.detach()
     for unit in assembly.model.units:
         state = assembly.optimizer.state[unit.parameter]

@@ -7,30 +7,16 @@ the update, so that a step computes with one bias, and not where the update was 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from plait.layout import Layout
 from plait.model.gpt import mixtures_of
 from plait.model.mixture import Mixture
-from plait.model.names import BALANCE
 from plait.model.shape import ModelShape
 from plait.parallel.sharded_model import ShardedModel
-from plait.partition.boxes import Box, ranks_holding, whole_box
 from plait.trainer.loss_scale import DeviceLossScale
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptBias:
-    """A router's bias on this rank; `owned` on the one rank that writes it to a checkpoint."""
-
-    name: str
-    tensor: Tensor
-    box: Box
-    owned: bool
 
 
 class ExpertLoads:
@@ -100,16 +86,6 @@ class ExpertLoads:
                 balance = self.own[layer].router.balance
                 counts = table[place]
                 balance += (rate * torch.sign(counts.mean() - counts)).to(balance.dtype)
-
-    def kept(self, layout: Layout, rank: int) -> Iterator[KeptBias]:
-        """The biases that checkpoints keep, of this rank's layers."""
-        if self.shape.mixture is None or not self.shape.mixture.has_bias:
-            return
-        for layer, one in self.own.items():
-            name, tensor = f"layers.{layer}.{BALANCE}", one.router.balance
-            box = whole_box(tensor.shape)
-            owner = min(ranks_holding(self.shape, layout, name, box))
-            yield KeptBias(name=name, tensor=tensor, box=box, owned=owner == rank)
 
 
 def largest_load(table: Tensor) -> Tensor:
