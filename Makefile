@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH_INDEX ?=
 
-.PHONY: python env env-dev env-bench install train smollm2 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-ray test-renters test-history test-gpu test-cuda-build test-tpu test-newest slurm faults check docs bench speedrun bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
+.PHONY: python env env-dev env-bench install train smollm2 gemma3 continued chats finetune finetune-full pairs preferences test test-commands test-pieces test-all fuzz test-benchmarks test-browser test-sinks test-ray test-renters test-history test-real test-gpu test-cuda-build test-tpu test-newest slurm faults check docs bench speedrun bench-strands bench-gpu bench-gpu-brief gpu-experiment lab lab-quick wheel clean
 
 install: env  ## plait in .venv, and no more
 
@@ -20,7 +20,10 @@ train: env  ## learn Shakespeare on this machine, then write a little
 SMOLLM2 := models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
 smollm2: env  ## the weights of a small language model, 135M parameters, for the recipes that go on from it
-	$(BIN)/python install/smollm2.py
+	$(BIN)/python install/models.py smollm2
+
+gemma3: env  ## the weights of Gemma 3 with 270M parameters, under Google's terms of use
+	$(BIN)/python install/models.py gemma3
 
 continued: smollm2  ## teach that model Shakespeare on two workers: loss and sample before and after
 	$(BIN)/plait train recipes/04-continued-pretraining.toml run.name=continued $(SETTINGS)
@@ -73,7 +76,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two parts run side by side, about equally long. Each prints its results when it is done.
 PARTS := $(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) test-commands test-pieces
 COMMANDS := tests/end_to_end tests/launch tests/data tests/commands tests/planner
-MARKED := not slow and not gpu and not benchmark and not browser and not sinks and not ray and not renters and not history
+MARKED := not slow and not gpu and not benchmark and not browser and not sinks and not ray and not renters and not history and not real
 
 test: env-dev  ## what CI runs
 	$(BIN)/python -m pytest tests/architecture
@@ -88,7 +91,7 @@ test-pieces: env-dev
 
 test-all: env-dev  ## the long suites as well, an hour or more on two cores
 	$(BIN)/python -m pytest tests/architecture
-	+@$(PARTS) MARKED="not gpu and not benchmark and not browser and not sinks and not ray and not renters and not history"
+	+@$(PARTS) MARKED="not gpu and not benchmark and not browser and not sinks and not ray and not renters and not history and not real"
 
 test-benchmarks: env-dev  ## the benchmarks for GPUs, in small on a processor: before figures of one are published
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark
@@ -126,6 +129,9 @@ test-renters: env-dev  ## what plait submits to SkyPilot and dstack, read by the
 
 test-history: env-dev  ## mistakes of released packages, found by plait check in these releases; downloads 100 MB
 	PLAIT_HISTORY=$(CURDIR)/.history $(BIN)/python -m pytest tests/checking -m history
+
+test-real: env-dev  ## tokenizers and models of others, as they are in packages; downloads 600 MB into .real
+	PLAIT_REAL=$(CURDIR)/.real $(BIN)/python -m pytest tests/real -m real
 
 docs: env  ## the guides and a gallery of recipes as pages that need no network, in site/index.html
 	$(PYTHON) docs/site/build.py

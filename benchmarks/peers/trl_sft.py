@@ -10,21 +10,19 @@ import json
 import os
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from benchmarks.peers.first_adapters import begin_as_plait
 from plait.interop.base_model import read_base_model
-from plait.interop.peft_names import PEFT_PREFIX, peft_modules
 from plait.model.adapter_shape import AdapterShape
-from plait.model.init import first_value
 from plait.model.shape import linear_layers
 
 
@@ -120,18 +118,6 @@ def arguments(job: dict[str, Any]) -> SFTConfig:
         disable_tqdm=True,
         dataloader_num_workers=0,
     )
-
-
-@torch.no_grad()
-def begin_as_plait(model: PreTrainedModel, base: Path, adapter: AdapterShape, seed: int) -> None:
-    """Give each adapter the first weights that plait draws from the seed; the second ones are zero in both."""
-    read = read_base_model(base)
-    shape, weights = replace(read.shape, adapter=adapter), dict(model.named_parameters())
-    for module in peft_modules(read.family, read.shape, adapter.targets):
-        assert module.parts == 1, "GPT-2's fused adapters are not this benchmark's"
-        own = weights[f"{PEFT_PREFIX}{module.name}.lora_A.default.weight"]
-        [target] = module.targets.values()
-        own.copy_(first_value(f"layers.{module.layer}.{target}.lora_a", shape, seed))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A .gguf file as a folder in Hugging Face's format: converted once, by transformers' reader, into float32.
 
-What that reader drops in silence is refused here: stretched rotary positions. What it gets wrong is fixed: a
-pre-tokenizer that splits digits, and sizes that it leaves at those of the family's first model.
+What that reader drops in silence is refused here: stretched rotary positions, caps and other windows of Gemma 3. What
+it gets wrong is fixed: a pre-tokenizer that splits digits, and sizes that it leaves at those of the family's first
+model.
 """
 
 from __future__ import annotations
@@ -15,15 +16,25 @@ from typing import Any
 from plait.errors import PlaitError, installing
 
 GGUF_FAMILIES = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3",
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "olmoe", "qwen3_moe", "deepseek_v3",
 )  # fmt: skip
 """Values of general.architecture that are read; in these files other families store some weights changed."""
 _LEFT_OUT = ("quantization_config", "_name_or_path", "transformers_version")
 _UNREAD_SIZES = {
     "gpt2": {"n_positions": "context_length", "n_inner": "feed_forward_length"},
     "qwen3": {"head_dim": "attention.key_length"},
+    "gemma3": {"query_pre_attn_scalar": "attention.key_length"},
 }
 """By family, the keys of config.json that the reader leaves at their defaults, and where the file has them."""
+_DROPPED = {
+    "gemma3": {
+        "rope.freq_base_swa": "10000.0",
+        "attention.sliding_window_pattern": "6",
+        "attn_logit_softcapping": "",
+        "final_logit_softcapping": "",
+    },
+}
+"""By family, fields of the file that the reader drops, and what it computes with in their place."""
 _SPLITS_DIGITS = ("smollm",)
 """Values of `tokenizer.ggml.pre` whose tokenizers take each digit by itself."""
 
@@ -76,6 +87,12 @@ def _checked_fields(gguf: Any, file: Path) -> dict[str, str]:
             f"{file} stretches its rotary positions, which transformers' GGUF reader drops; take the model in "
             "safetensors"
         )
+    for key, kept in _DROPPED.get(family, {}).items():
+        if (found := _text(reader, f"{family}.{key}")) not in ("", kept):
+            raise PlaitError(
+                f"{file} has {family}.{key} = {found:.40}, which transformers' GGUF reader drops; take the model in "
+                "safetensors"
+            )
     sizes = {named: _text(reader, f"{family}.{named}") for named in _UNREAD_SIZES.get(family, {}).values()}
     return {"family": family, "pre": _text(reader, "tokenizer.ggml.pre"), **sizes}
 

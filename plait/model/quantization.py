@@ -159,11 +159,13 @@ def whole_part(shape: tuple[int, int], quantization: Quantization) -> QuantizedP
 def quantize(matrix_oi: Tensor, quantization: Quantization) -> QuantizedMatrix:
     """Quantize a whole float32 matrix on the CPU: the result is the same on every machine."""
     flat = matrix_oi.reshape(-1)
-    numbers = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    missing = -len(flat) % BLOCK  # padding copies the matrix
+    numbers = (F.pad(flat, (0, missing)) if missing else flat).view(-1, BLOCK)
     blocks = torch.empty(len(numbers), QUANTIZED_BLOCK_BYTES[quantization], dtype=torch.uint8)
-    largest = numbers.abs().amax(dim=1)
+    largest = torch.empty(len(numbers))
     for begin in range(0, len(blocks), _BLOCKS_AT_ONCE["cpu"]):
         some = slice(begin, begin + _BLOCKS_AT_ONCE["cpu"])
+        largest[some] = numbers[some].abs().amax(dim=1)
         if quantization == "nf4":
             blocks[some, : BLOCK // 2] = _pairs(_codes(numbers[some], largest[some], torch.tensor(NF4)))
         else:

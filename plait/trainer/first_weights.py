@@ -16,8 +16,10 @@ from plait.errors import RunFailed
 from plait.interop.base_fingerprint import base_fingerprint
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import read_boxes, read_whole
+from plait.model.adapter_shape import Quantization
 from plait.model.gpt import kept_in
 from plait.model.init import AdapterStart, first_value
+from plait.model.linear import Linear
 from plait.model.quantization import dequantized, quantize
 from plait.model.shape import ModelShape
 from plait.model.weights import is_quantized
@@ -63,14 +65,20 @@ def _fill_quantized(
     layers, held = quantized_layers(sharded), {one.name: one for one in weights}
     # A rank with none of a matrix's blocks multiplies with those that it gathers, and so it needs their scales.
     for name in dict.fromkeys((*held, *layers)):
-        matrix, layer, one = read(name), layers.get(name), held.get(name)
-        if layer is None or layer.part is None or layer.scales is None:
-            held[name].tensor.copy_(dequantized(matrix, shape.adapter.quantization))
-            continue
-        found = quantize(matrix, shape.adapter.quantization)
-        layer.scales.copy_(found.scales)
-        if one is not None:
-            one.tensor.copy_(layer.part.cut(found).narrow(0, one.box.offset[0], one.box.extent[0]))
+        _fill_from(read(name), layers.get(name), held.get(name), shape.adapter.quantization)
+
+
+def _fill_from(matrix: Tensor, layer: Linear | None, held: HeldWeight | None, quantization: Quantization) -> None:
+    """Fill a rank's part of one quantized weight. A function of its own, so that nothing of a matrix is left in memory
+    while the next one is read."""
+    if layer is None or layer.part is None or layer.scales is None:
+        assert held is not None
+        held.tensor.copy_(dequantized(matrix, quantization))
+        return
+    found = quantize(matrix, quantization)
+    layer.scales.copy_(found.scales)
+    if held is not None:
+        held.tensor.copy_(layer.part.cut(found).narrow(0, held.box.offset[0], held.box.extent[0]))
 
 
 def _kept_values_in(base: BaseModel, sharded: ShardedModel) -> Iterable[tuple[str, Box, Tensor]]:

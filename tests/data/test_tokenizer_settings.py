@@ -129,3 +129,25 @@ def test_the_command_ends_with_the_sentence_before_it_reads_a_text(folder: Path)
     done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "base/tokenizer_config.json is not usable (it is not JSON" in done.stderr
+
+
+def test_a_placeholder_of_pictures_behind_the_vocabulary_is_left_out(folder: Path, tmp_path: Path) -> None:
+    """Gemma 3's tokenizer has one, and its small models have no row for it; a token that was added for text stays."""
+    before = load_tokenizer(folder)
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    shape = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {"id": before.vocabulary + n, "content": text, "special": True, **shape}
+        for n, text in enumerate(("<|marker|>", "<image_soft_token>"))
+    ]
+    definition["added_tokens"] += added
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    assert load_tokenizer(folder).vocabulary == before.vocabulary + 2, "nothing says what it stands for"
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["extra_special_tokens"] = {"image_token": "<image_soft_token>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    after = load_tokenizer(folder)
+    assert (after.vocabulary, after.added_entries) == (before.vocabulary + 1, before.added_entries + 1)
+    assert after.encode("a <image_soft_token>") == before.encode("a <image_soft_token>")
+    after.save(tmp_path)
+    assert load_tokenizer(tmp_path).hash == after.hash != before.hash

@@ -89,6 +89,65 @@ def write_gguf(file: Path, model: PreTrainedModel, folder: Path, **fields: str) 
     writer.close()
 
 
+def write_gemma3_gguf(file: Path, model: PreTrainedModel, **fields: float) -> None:
+    """A Gemma 3 with a vocabulary of bytes and a few words as a .gguf file, as llama.cpp's converter lays them out: one
+    is added to the weights of norms, and runs of spaces are spelled with spaces. `fields` are further ones."""
+    import gguf
+
+    config: Any = model.config
+    writer = gguf.GGUFWriter(file, "gemma3")
+    writer.add_name("small")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
+    writer.add_sliding_window(config.sliding_window)
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    words = ["▁", "a", "b", "  ", "   ", "ab", "▁a", "▁ab"]
+    named = [*special, *(f"<0x{number:02X}>" for number in range(256)), *words]
+    kinds = [gguf.TokenType.CONTROL] * len(special) + [gguf.TokenType.BYTE] * 256 + [gguf.TokenType.NORMAL] * len(words)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(named)
+    writer.add_token_scores([-1000.0] * len(named))
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(True)
+    writer.add_add_space_prefix(False)
+    for key, value in fields.items():
+        writer.add_float32(key.replace("__", "."), value)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue  # tied
+        for theirs, ours in {
+            **GEMMA3_GGUF_NAMES,
+            **GGUF_NAMES,
+            "post_attention_layernorm": "post_attention_norm",
+        }.items():
+            name = name.replace(theirs, ours)
+        writer.add_tensor(name, (weight.float() + name.endswith("norm.weight")).contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+GEMMA3_GGUF_NAMES = {
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Gemma3TextConfig
 
 from plait.commands.models.opened_model import open_model
 from plait.errors import PlaitError
@@ -15,7 +17,8 @@ from plait.interop import gguf_out
 from plait.interop.gguf_tokenizer import GgufTokenizer
 from plait.model.shape import ModelShape, weight_sizes
 from plait.working_folder import WorkingFolder
-from tests.interop.folders import write_gguf, write_model
+from tests.interop.folders import write_gemma3_gguf, write_gguf, write_model
+from tests.interop.random_models import random_model
 
 pytest.importorskip("gguf")
 
@@ -35,6 +38,40 @@ def test_a_gguf_file_computes_what_its_model_computes(tmp_path: Path, capfd: pyt
     made = (opened.origin / "model.safetensors").stat().st_mtime_ns
     assert open_model("small.gguf", WorkingFolder(tmp_path)).origin == opened.origin
     assert (opened.origin / "model.safetensors").stat().st_mtime_ns == made
+
+
+def gemma3() -> Any:
+    """A small Gemma 3 whose scores are scaled by its head width, as in published ones: the reader's default is 256."""
+    config = Gemma3TextConfig(
+        vocab_size=269,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=7,  # one of them without a window
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=8,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
+    return random_model(config)
+
+
+def test_a_gemma_3_as_gguf_computes_what_it_computes_as_a_model(tmp_path: Path) -> None:
+    theirs = gemma3()
+    write_gemma3_gguf(tmp_path / "gemma.gguf", theirs, gemma3__rope__freq_base_swa=10000.0)
+    opened = open_model("gemma.gguf", WorkingFolder(tmp_path))
+    tokens_bt = torch.randint(0, 269, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = theirs(tokens_bt).logits.flatten(0, 1)
+        torch.testing.assert_close(opened.model.logits(opened.model(tokens_bt)), wanted, rtol=0, atol=1e-4)
+    tokenizer = opened.tokenizer
+    assert tokenizer.bos == (2,) and tokenizer.eot_text == "<eos>"
+    assert [tokenizer.backend.id_to_token(token) for token in tokenizer.encode("ab   ab")] == ["ab", "▁▁▁", "ab"]
+    write_gemma3_gguf(tmp_path / "capped.gguf", theirs, gemma3__final_logit_softcapping=30.0)
+    with pytest.raises(PlaitError, match=r"has gemma3\.final_logit_softcapping = 30\.0, which .* drops"):
+        open_model("capped.gguf", WorkingFolder(tmp_path))
 
 
 def test_what_the_reader_would_drop_or_cannot_read_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from plait.data.conversations.chat_template import token_text, tokenizer_settings
+from plait.data.conversations.chat_template import special_tokens, token_text, tokenizer_settings
 from plait.data.index import INDEX_FILE, damaged, read_index, write_synced
 from plait.data.preparation.cuts import GPT2_CUT, OTHER_CUT, adds_text_prefix, prefix_cut, split_long_runs
 from plait.data.shards import Corpus
@@ -30,6 +30,9 @@ SMALLEST_BPE = 257
 _OTHER_CONTEXTS = ("\n", ".", ",", "0", "")
 """What a piece is encoded behind where the character before it would become part of its first token; the last one
 always works, and gives the piece a prefix."""
+
+_PLACEHOLDERS = ("image_token", "audio_token", "video_token")
+"""Settings that name the token which stands for a picture or a sound."""
 
 _PROBE = "One.\n\nTwo;\nthree\n  four 4\n\n\n(five)\tsix\nseven"
 
@@ -180,6 +183,8 @@ def _parsed_tokenizer(definition: str, settings: str, name: str) -> Tokenizer:
 
 
 def _tokenizer(backend: tokenizers.Tokenizer, definition: str, settings: Mapping[str, Any], name: str) -> Tokenizer:
+    if without := _without_placeholders(backend, definition, settings):
+        definition, backend = without, tokenizers.Tokenizer.from_str(without)
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -210,6 +215,25 @@ def _tokenizer(backend: tokenizers.Tokenizer, definition: str, settings: Mapping
         cut=prefix_cut(values) if adds_prefix else _fitting_cut(backend),
         adds_prefix=adds_prefix,
     )
+
+
+def _without_placeholders(backend: tokenizers.Tokenizer, definition: str, settings: Mapping[str, Any]) -> str:
+    """The tokenizer.json without tokens for pictures and sounds at the end of the vocabulary; empty if there are none.
+
+    No text has them, and a model of text has no row for them: Gemma 3 with 1B parameters has 262,144 rows, and its
+    tokenizer, which is also that of the larger ones, 262,145 entries.
+    """
+    named = {text for key, text in special_tokens(settings).items() if key in _PLACEHOLDERS}
+    added = backend.get_added_tokens_decoder()
+    last, dropped = max(backend.get_vocab(with_added_tokens=True).values(), default=-1), set[int]()
+    while last in added and added[last].content in named:
+        dropped.add(last)
+        last -= 1
+    if not dropped:
+        return ""
+    values = json.loads(definition)
+    values["added_tokens"] = [token for token in values["added_tokens"] if token["id"] not in dropped]
+    return json.dumps(values, ensure_ascii=False)
 
 
 def written_before_texts(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> tuple[int, ...]:
