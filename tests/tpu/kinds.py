@@ -90,7 +90,7 @@ def take_steps(
     device: str,
     precision: Precision,
     *,
-    count: int = 3,
+    count: int = 4,
     compilations: Callable[[], int] = lambda: 0,
 ) -> StepsTaken:
     """The gradients of a run's first step, and its first steps."""
