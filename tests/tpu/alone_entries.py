@@ -11,3 +11,7 @@ def check_rank(context: RankContext, argument: str) -> None:
     """The entry of a proof's ranks, with nothing in the environment by which torch_tpu would know of others."""
     compute_alone()
     run_check_rank(context, argument)
+
+
+def begin(context: RankContext, argument: str) -> None:
+    """The entry of a job for which the process that forks ranks imports all that a proof needs."""

@@ -36,19 +36,24 @@ def main(selected: list[str]) -> int:
 def environment() -> Path:
     """The Python that has torch_tpu and the plugin."""
     python, record = ENVIRONMENT / "bin" / "python", ENVIRONMENT / "plait-installed"
-    if not record.exists():
-        own = next((found for name in PYTHONS if (found := shutil.which(name))), None)
-        if sys.version_info[:2] >= (3, 12):
-            own = sys.executable
+    installed = "\n".join((*TORCH, *PACKAGES))
+    if not record.exists() or record.read_text() != installed:
+        own = sys.executable if sys.version_info[:2] >= (3, 12) else next(filter(_runs, PYTHONS), None)
         if own is None:
-            sys.exit(f"torch_tpu needs Python 3.12 or newer; install one, for example {PYTHONS[0]}, then make test-tpu")
+            sys.exit("torch_tpu needs Python 3.12 or newer: make test-tpu PYTHON=/path/to/python3.12")
         print(f"installing torch_tpu, and torch for it, into {ENVIRONMENT}: 3 GB to download, 5 GB on disk", flush=True)
         subprocess.check_call([own, "-m", "venv", "--clear", ENVIRONMENT])
         install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.check_call([*install, *TORCH])
         subprocess.check_call([*install, "--constraint", ROOT / "constraints.txt", *PACKAGES, *TORCH])
-        record.write_text(" ".join(TORCH))
+        record.write_text(installed)
     return python
+
+
+def _runs(name: str) -> bool:
+    """Whether it starts: pyenv has a command for every Python that it knows, and runs only those that are chosen."""
+    found = shutil.which(name)
+    return found is not None and subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
 if __name__ == "__main__":

@@ -46,6 +46,44 @@ KINDS: dict[str, Change] = {
         kv_heads=shape.heads,
         latent=LatentAttentionShape(key_value_rank=16, query_rank=24, rope_width=4, value_width=8),
     ),
+    "gpt-oss's": lambda shape: replace(
+        shape,
+        windows=(4, 0),
+        bias="attention",
+        attention_sinks=True,
+        activation="clamped swiglu",
+        mixture=MixtureShape(
+            experts=4, experts_per_token=2, expert_ffn=32, bias=True, balance=("sequence",), balance_weights=(0.01,)
+        ),
+    ),
+    "Gemma 2's": lambda shape: replace(
+        shape,
+        windows=(4, 0),
+        norm_places="both",
+        norm_weight="one plus",
+        activation="geglu",
+        attention_cap=0.4,
+        logit_cap=0.8,
+        tied=True,
+    ),
+    "DeepSeek-V2's": lambda shape: replace(
+        shape,
+        kv_heads=shape.heads,
+        latent=LatentAttentionShape(key_value_rank=16, rope_width=4, value_width=8),
+        mixture=MixtureShape(
+            experts=4,
+            experts_per_token=2,
+            expert_ffn=32,
+            shared_experts=1,
+            dense_layers=1,
+            groups=2,
+            groups_chosen=1,
+            group_score="best",
+            normalize=False,
+            balance=("sequence",),
+            balance_weights=(0.01,),
+        ),
+    ),
     "LoRA": lambda shape: replace(shape, adapter=AdapterShape(rank=4, alpha=8.0, targets=linear_layers(shape))),
     "DPO": lambda shape: shape,
 }
@@ -90,7 +128,7 @@ def take_steps(
     device: str,
     precision: Precision,
     *,
-    count: int = 3,
+    count: int = 4,
     compilations: Callable[[], int] = lambda: 0,
 ) -> StepsTaken:
     """The gradients of a run's first step, and its first steps."""

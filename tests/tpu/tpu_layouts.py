@@ -13,10 +13,11 @@ import pytest
 from plait.commands.verifying.gradient_check import FLOAT32_TOLERANCES, check_gradients
 from plait.commands.verifying.small_model import plan_for_device, shrunk_plan
 from plait.launch.local.run import ForkServer
+from plait.launch.values.job import Job
 from plait.layout import Layout
 from plait.model.shape import ModelShape
 from plait.recipe.load import parse_config
-from plait.workers import CHECK_ENTRY, ENTRIES, ForkedWorkers
+from plait.workers import CHECK_ENTRY, COMPILER, ENTRIES, ForkedWorkers
 
 CONFIG = parse_config({"data": {"files": "none"}, "run": {"name": "tpu", "devices": "tpu"}})
 DENSE = ModelShape(layers=2, width=32, heads=4, kv_heads=2, head_width=8, ffn=64, vocabulary=64, sequence=32)
@@ -32,8 +33,11 @@ LAYOUTS: dict[str, tuple[ModelShape, Layout]] = {
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[ForkedWorkers]:
-    entries = replace(ENTRIES, functions={**ENTRIES.functions, CHECK_ENTRY: "tests.tpu.alone_entries:check_rank"})
-    with ForkServer(entries) as server:
+    own = {CHECK_ENTRY: "tests.tpu.alone_entries:check_rank", "begin": "tests.tpu.alone_entries:begin"}
+    with ForkServer(replace(ENTRIES, functions={**ENTRIES.functions, **own})) as server:
+        # torch and torch_tpu take longer to import, where other programs run, than the ranks of a job may to start.
+        job = Job(entry="begin", argument="", world_size=1, threads=1, needs=(COMPILER,))
+        server.run(job, on_message=lambda message: None, start_s=900)
         yield ForkedWorkers(server)
 
 

@@ -11,12 +11,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+THREADS = "64"
+"""Of the plugin. It has as many as the machine has cores, at least four, and runs at most 32 programs at a time; when
+one is over, TorchTPU frees its inputs on such a thread, which waits until no other program reads them. Where all
+threads wait so, none is left to run that program, and nothing ends any more: a step of experts came to it with four."""
+
 
 def load() -> None:
     """Register the device "tpu" in this process, as `torch_tpu` does on a TPU VM."""
     import xla_plugins.xla_cpu_pjrt as plugin
 
     os.environ.setdefault("TORCH_TPU_TOPOLOGY", "1,1,1")
+    os.environ.setdefault("PJRT_NPROC", THREADS)
     os.environ.setdefault("TPU_LIBRARY_PATH", str(Path(plugin.__path__[0]) / "xla_cpu_pjrt.so"))
     import staged_collectives
     import torch_tpu  # noqa: F401

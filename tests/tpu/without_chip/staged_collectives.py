@@ -73,11 +73,12 @@ class StagedGroup(dist.ProcessGroup):
         pairs = [pair for row, room in zip(outputs, rooms, strict=True) for pair in zip(row, room, strict=True)]
         return StagedWork([work], pairs, (sent, rooms))
 
-    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        sent, room = input.detach().cpu().contiguous(), torch.empty(output.shape, dtype=output.dtype)
-        return StagedWork([self._gloo._allgather_base(room, sent)], [(output, room)], (sent, room))
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        sent, room = input.detach().cpu().reshape(-1), torch.empty(output.shape, dtype=output.dtype)
+        work = self._gloo.allgather([list(room.view(self.size(), -1))], [sent])
+        return StagedWork([work], [(output, room)], (sent, room))
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         whole = input.detach().cpu().contiguous()
         reduce = dist.AllreduceOptions()
         if opts is not None:
@@ -88,9 +89,9 @@ class StagedGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> dist.Work:
         ((output,), (parts,)) = outputs, inputs
-        return self._reduce_scatter_base(output, torch.cat([one.reshape(-1) for one in parts]), opts)
+        return self.reduce_scatter_single(output, torch.cat([one.reshape(-1) for one in parts]), opts)
 
-    def alltoall_base(
+    def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> dist.Work:
         sent, room = input.detach().cpu().contiguous(), torch.empty(output.shape, dtype=output.dtype)
