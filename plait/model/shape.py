@@ -9,7 +9,7 @@ from math import inf, prod
 from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
-from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from, check_adapter_in
+from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from, adapter_values, check_adapter_in
 from plait.model.names import ADAPTER_A, ADAPTER_B, Dim, dims_of, within_layer
 from plait.model.parts import checks
 from plait.model.parts.latent_attention import LatentAttentionShape, check_latent_in, latent_sizes, latent_weights
@@ -155,7 +155,7 @@ class ModelShape:
         check_objectives_in(self.objectives, self.layers, self.sequence, self.adapter)
         if self.latent is not None:
             check_latent_in(self)
-        check_adapter_in(self.adapter, linear_layers(self), self._smaller_side)
+        check_adapter_in(self.adapter, linear_layers(self), self._smaller_side, "tied" if self.tied else "untied")
         for name in ("rope_theta", "norm_eps", "embedding_multiplier", "residual_multiplier", "logit_divisor"):
             if not 0 < getattr(self, name) < inf:
                 raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
@@ -249,8 +249,8 @@ class ModelShape:
         for one in (values.get("rope"), (values.get("window_rope") or {}).get("scaling")):
             if one and not one["long_factors"]:
                 del one["long_factors"], one["short_factors"]  # later fields
-        if self.adapter is not None and self.adapter.quantization == "none":
-            del values["adapter"]["quantization"]  # a later field
+        if self.adapter is not None:
+            values["adapter"] = adapter_values(self.adapter)
         return values
 
     @classmethod

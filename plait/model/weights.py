@@ -14,6 +14,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
+from plait.model.adapter_shape import SavedModule
 from plait.model.names import (
     BALANCE,
     EMBEDDING,
@@ -37,6 +38,9 @@ from plait.model.shape import (
     weights_of_layer,
     weights_outside_layers,
 )
+
+SAVED_TABLES: Mapping[str, SavedModule] = {EMBEDDING: "embedding", HEAD: "head"}
+"""Weights that an adapter's modules_to_save can name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +80,11 @@ def describe_weight(name: str, shape: ModelShape) -> WeightDescription:
 
 
 def is_trained(name: str, shape: ModelShape) -> bool:
-    """Whether a weight learns: all do, or an adapter's alone where the model has one."""
-    return shape.adapter is None or is_adapter(name)
+    """Whether a weight learns: all do, or where the model has an adapter that alone, and the tables beside it."""
+    adapter = shape.adapter
+    if adapter is None or is_adapter(name):
+        return True
+    return name in SAVED_TABLES and SAVED_TABLES[name] in adapter.modules_to_save
 
 
 def is_quantized(name: str, shape: ModelShape) -> bool:
@@ -185,7 +192,8 @@ def training_flops_per_token(shape: ModelShape, sequence: int, attention: Litera
     """
     matrices = _layer_matrices(shape)
     heads = 1 + len(shape.objectives.weights)
-    head = heads * shape.vocabulary * shape.width * (6 if shape.adapter is None else 4)
+    head_learns = is_trained(EMBEDDING if shape.tied else HEAD, shape)
+    head = heads * shape.vocabulary * shape.width * (6 if head_learns else 4)
     square = 2 * shape.all_layers * scored_width(shape) * sequence
     products = sum(_active(one, shape) * layers * (6 if one.trained else 4) for one, layers in matrices)
     return products + head + 3 * (square if attention == "full" else square // 2)
