@@ -114,6 +114,8 @@ class Rows:
     """The tokens' numbers in the run, by which a mixture of experts may look up where they went; None: unknown."""
     window_rotation: Rotation | None = None
     """The rotation of layers with a window, where it is not that of the others."""
+    noise_n: Tensor | None = None
+    """The tokens' hashes in this layer, for adapters' dropout; None: nothing is dropped."""
     query_growth: Tensor | None = None
     """What queries are multiplied by at each position, [b or 1, t, 1, 1]; None: nothing."""
 
@@ -161,10 +163,10 @@ class Attention(nn.Module):
     def forward(self, x_nd: Tensor, rows: Rows) -> Tensor:
         heads = (rows.rows, rows.tokens, -1, self.head_width)
         x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product
-        v_bthd = self.v(x_nd).view(heads)
+        v_bthd = self.v(x_nd, rows.noise_n).view(heads)
         # On GPUs autocast has norms answer in float32, which attention's fast kernels do not take.
-        q_bthd = self.q_norm(self.queries_norm(self.q(x_nd)).view(heads)).to(v_bthd.dtype)
-        k_bthd = self.k_norm(self.keys_norm(self.k(x_nd)).view(heads)).to(v_bthd.dtype)
+        q_bthd = self.q_norm(self.queries_norm(self.q(x_nd, rows.noise_n)).view(heads)).to(v_bthd.dtype)
+        k_bthd = self.k_norm(self.keys_norm(self.k(x_nd, rows.noise_n)).view(heads)).to(v_bthd.dtype)
         local = self.window > 0 and rows.window_rotation is not None
         rotation = rows.window_rotation if local else rows.rotation
         if rotation is not None and self.is_rotated:
@@ -180,7 +182,7 @@ class Attention(nn.Module):
             mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window, self.cap, self.sinks)
         else:
             mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window)
-        return self.o(mixed_bthd.reshape(len(x_nd), -1))
+        return self.o(mixed_bthd.reshape(len(x_nd), -1), rows.noise_n)
 
 
 def attend(
