@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from plait.layout import Layout
-from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant
+from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant, SavedModule
 from plait.model.parts.delta_attention import DeltaAttentionShape
 from plait.model.parts.unlike_layers import FullAttentionShape
 from plait.model.rope_scaling import RopeScaling, WindowRope
@@ -248,12 +248,22 @@ def pairs() -> list[tuple[Layout, str]]:
 
 
 def adapted(
-    family: str, *, targets: tuple[AdapterTarget, ...] = (), variant: AdapterVariant = "lora", rank: int = 3
+    family: str,
+    *,
+    targets: tuple[AdapterTarget, ...] = (),
+    variant: AdapterVariant = "lora",
+    rank: int = 3,
+    saved: tuple[SavedModule, ...] = (),
+    dropout: float = 0.0,
 ) -> ModelShape:
-    """A family with an adapter beside these linear layers, or beside all of them."""
+    """A family with an adapter beside these linear layers, or beside all of them, and with tables that are trained
+    whole."""
     shape = {**FAMILIES, **NOT_EVERYWHERE}[family]
     targets = targets or linear_layers(shape)
-    return replace(shape, adapter=AdapterShape(rank=rank, alpha=5.0, targets=targets, variant=variant))
+    adapter = AdapterShape(
+        rank=rank, alpha=5.0, targets=targets, variant=variant, modules_to_save=saved, dropout=dropout
+    )
+    return replace(shape, adapter=adapter)
 
 
 ADAPTED_EVERY_DAY: dict[str, tuple[ModelShape, Layout]] = {
@@ -263,7 +273,10 @@ ADAPTED_EVERY_DAY: dict[str, tuple[ModelShape, Layout]] = {
     "tensor beyond kv heads": (adapted("multi-query"), Layout(tensor=4)),
     "zero-bubble": (adapted("qwen3"), Layout(pipeline=2, stage_layers=(5, 3), schedule="zero-bubble")),
     "context × tensor": (adapted("odd groups"), Layout(context=2, tensor=2)),
+    "tied tables, pipeline": (adapted("qwen2", saved=("embedding",)), Layout(pipeline=2, stage_layers=_TWO)),
+    "dropout, context × tensor": (adapted("odd groups", dropout=0.3), Layout(context=2, tensor=2)),
 }
+_TABLES: tuple[SavedModule, ...] = ("embedding", "head")
 ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
     "all parts of a sequence": (adapted("windows"), Layout(context=4, recompute="selective")),
     "a few targets": (
@@ -273,6 +286,42 @@ ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
     "values alone": (adapted("qwen2", targets=("attention.v",)), Layout(tensor=2, context=2, recompute="full")),
     "one target": (adapted("qwen3", targets=("feedforward.down",)), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),
     "rank 1": (adapted("gpt2", rank=1), Layout(shard=2, tensor=2, shard_what="parameters")),
+    "dropout, copies": (adapted("gpt2", dropout=0.1), Layout(replicate=3)),
+    "dropout, zero-bubble": (
+        adapted("qwen3", dropout=0.5),
+        Layout(pipeline=2, stage_layers=_TWO, replicate=2, schedule="zero-bubble"),
+    ),
+    "dropout, interleaved × shard": (
+        adapted("qwen2", dropout=0.2, saved=("embedding",)),
+        Layout(pipeline=2, stage_layers=_VIRTUAL, shard=2, schedule="interleaved", recompute="selective"),
+    ),
+    "dropout, parameters × tensor, recomputed": (
+        adapted("llama", dropout=0.3),
+        Layout(shard=2, tensor=2, shard_what="parameters", recompute="full"),
+    ),
+    "tables, copies": (adapted("llama", saved=_TABLES), Layout(replicate=3)),
+    "tables, shard × tensor": (adapted("qwen3", saved=_TABLES), Layout(shard=2, tensor=2)),
+    "tables, parameters": (adapted("llama", saved=_TABLES), Layout(shard=3, shard_what="parameters")),
+    "tables, context × zero-bubble": (
+        adapted("qwen3", saved=_TABLES),
+        Layout(pipeline=2, stage_layers=_TWO, context=2, schedule="zero-bubble"),
+    ),
+    "head alone, pipeline × parameters": (
+        adapted("llama", saved=("head",)),
+        Layout(pipeline=2, stage_layers=_TWO, shard=2, shard_what="parameters"),
+    ),
+    "embedding alone, interleaved": (
+        adapted("llama", saved=("embedding",)),
+        Layout(pipeline=2, stage_layers=_VIRTUAL, tensor=2, schedule="interleaved"),
+    ),
+    "tied tables, parameters × tensor": (
+        adapted("qwen2", saved=("embedding",)),
+        Layout(shard=2, tensor=2, shard_what="parameters", recompute="full"),
+    ),
+    "tied tables, pipeline of copies": (
+        adapted("gpt2", saved=("embedding",)),
+        Layout(pipeline=2, stage_layers=_TWO, replicate=2),
+    ),
     "tied ends": (adapted("qwen2"), Layout(pipeline=2, stage_layers=_TWO)),
     "normed twice": (adapted("normed twice"), Layout(context=2, tensor=2)),
     "multiplied": (adapted("multiplied"), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),
@@ -303,6 +352,7 @@ ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
 }
 ADAPTED_UNEQUAL: dict[str, tuple[ModelShape, Layout, tuple[int, ...]]] = {
     "shard": (adapted("qwen3"), Layout(shard=2), (3, 1)),
+    "dropout": (adapted("qwen3", dropout=0.3), Layout(replicate=2), (3, 1)),
     "shard parameters": (adapted("qwen2"), Layout(shard=3, shard_what="parameters"), (1, 1, 30)),
     "zero-bubble": (
         adapted("gpt2"),

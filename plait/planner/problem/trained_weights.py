@@ -49,6 +49,13 @@ def adapter_parameters(w: Workload, c: Candidates) -> Reals:
     return np.add.reduce([np.zeros(len(c)), *(w.adapter_rank * (i + o) for i, o in local_target_sizes(w, c))])
 
 
+def dropped_numbers(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
+    """Numbers per token that one layer's adapters read where some are dropped, on one rank: of all adapters, and of the
+    one that reads most. 0 without dropout."""
+    inputs = [into for into, _ in local_target_sizes(w, c)] if w.adapters_drop else []
+    return sum(inputs, np.zeros(len(c))), np.maximum.reduce([np.zeros(len(c)), *inputs])
+
+
 def repeated_adapter_parameters(w: Workload) -> int:
     """Weights of one layer's adapters that every rank of a tensor group holds, so that their gradients are summed over
     it."""
@@ -74,36 +81,36 @@ def trained_layer_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
     return layer_parameters(w, c)
 
 
-def trained_table_parameters(w: Workload) -> int:
-    """Weights of a vocabulary table that learn."""
-    return 0 if w.is_frozen else w.embedding_parameters
-
-
 def fullest_rank_parameters(
-    w: Workload, c: Candidates, layer: tuple[Reals, Reals], table_parameters: int
+    w: Workload, c: Candidates, layer: tuple[Reals, Reals], tables: tuple[int, int], inputs: int
 ) -> tuple[Reals, Reals]:
     """Weights on the rank of a pipeline that holds most of them before sharding, (common, experts'), of layers and
-    tables that have this many each."""
+    tables (the embedding, the output matrix) that have this many each. `inputs` are the tables of the layers' inputs:
+    no pipeline parts a model that has them."""
     common, experts = layer
     held = rank_layers(w, c)
-    table = table_parameters / c.tensor
+    embedding, head = tables
+    together = embedding if w.tied else embedding + head
     both = not w.tied and w.predict_ahead > 0  # the last stage looks tokens up, too
-    tables = np.where(c.pipeline == 1, 1 if w.tied else 2, 2 if both else 1) * table
-    ends = np.maximum(held.first, held.last) * common + tables
-    if table_parameters:  # the layers' inputs learn as the tables do, and no pipeline parts such layers
-        ends = ends + w.input_table_parameters / c.tensor
-    middle = held.middle * common + (held.middle_heads > 0) * table
+    at_ends = np.where(c.pipeline == 1, together, together if both else max(embedding, head)) / c.tensor
+    ends = np.maximum(held.first, held.last) * common + at_ends + inputs / c.tensor
+    middle = held.middle * common + (held.middle_heads > 0) * head / c.tensor
     return np.maximum(np.maximum(ends, middle), held.fullest * common), held.fullest * experts
 
 
 def fullest_trained_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
     """Weights that learn on the rank of a pipeline that holds most of them, (common, experts')."""
-    return fullest_rank_parameters(w, c, trained_layer_parameters(w, c), trained_table_parameters(w))
+    table = w.embedding_parameters
+    tables = table * w.embedding_learns, table * w.head_learns
+    inputs = 0 if w.is_frozen else w.input_table_parameters
+    return fullest_rank_parameters(w, c, trained_layer_parameters(w, c), tables, inputs)
 
 
 def fullest_held_parameters(w: Workload, c: Candidates) -> Reals:
     """All weights on that rank, adapters and frozen ones included, in numbers as they are multiplied: quantized ones
     count by their bytes."""
     common, experts = (w.matrix_bytes / w.element_bytes * each for each in layer_parameters(w, c))
-    whole = fullest_rank_parameters(w, c, (common + adapter_parameters(w, c), experts), w.embedding_parameters)
+    tables = w.embedding_parameters, w.embedding_parameters
+    layers = common + adapter_parameters(w, c), experts
+    whole = fullest_rank_parameters(w, c, layers, tables, w.input_table_parameters)
     return np.add(*whole)

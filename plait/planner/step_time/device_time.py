@@ -18,6 +18,7 @@ from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.problem.trained_weights import (
     dequantized_parameters,
+    dropped_numbers,
     local_target_sizes,
     trained_layer_parameters,
 )
@@ -72,8 +73,10 @@ class DeviceTime:
         embedding = measured_compute.embedding_s(self.measured, tokens, w.width, entries)
         head = measured_compute.head_s(self.measured, tokens, w.width, entries)
         head = head * (1 + (w.logit_passes - 1) * measured_compute.logits_share(w.width))
-        if w.is_frozen:  # a probe times both gradients; here there is neither of the tables
+        # A probe times the gradients of both tables.
+        if not w.head_learns:
             head = head * measured_compute.frozen_head_share(w.width)
+        if not w.embedding_learns:
             embedding = embedding * measured_compute.frozen_embedding_share(tokens, entries)
         # In a pipeline the first stage looks tokens up, and it has no head.
         return head + np.where(candidates.pipeline == 1, embedding, 0.0)
@@ -112,6 +115,10 @@ def slowest_device(measured: Measurements | None) -> MeasuredDevice | None:
 READ_MATRIX_ADDITIONS = 0.6
 """How long reading a number of a quantized matrix takes, over adding one gradient to another: 0.4 ns to 0.7 ns on one
 thread of an AMD EPYC (model/quantization.py)."""
+
+
+DROP_ADDITIONS = 5.0
+"""How long hashing a number and dropping it takes, over adding one gradient to another (model/dropout.py)."""
 
 
 def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Candidates) -> LayerTime:
@@ -175,4 +182,5 @@ def _measured_adapter_times(w: Workload, measured: MeasuredDevice, candidates: C
             back = back + measured_compute.measured_product_s(measured, columns, tokens, inner, form="weight")
         there = there + measured_compute.accumulate_s(measured, tokens * outputs)
         back = back + measured_compute.accumulate_s(measured, tokens * inputs)
-    return there, back
+    dropping = DROP_ADDITIONS * measured_compute.accumulate_s(measured, tokens * dropped_numbers(w, candidates)[0])
+    return there + dropping, back + 2 * dropping

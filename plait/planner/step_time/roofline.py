@@ -15,6 +15,7 @@ from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import ranks_of_an_expert
 from plait.planner.problem.trained_weights import (
     dequantized_parameters,
+    dropped_numbers,
     local_target_sizes,
     trained_layer_parameters,
 )
@@ -107,12 +108,13 @@ def head_time(
     tokens, columns = local_tokens(workload, candidates), workload.vocabulary / candidates.tensor
     there = product_s(rates, tokens, workload.width, columns, flops=rates.high_precision_flops)
     back = product_s(rates, tokens, columns, workload.width, flops=rates.high_precision_flops)
-    if not workload.is_frozen:
+    if workload.head_learns:
         back = back + product_s(rates, workload.width, tokens, columns, flops=rates.high_precision_flops)
     each = profile.logit_bytes / rates.stream_bytes_per_s + rates.kernels.logit_flops / rates.high_precision_flops
     loss = tokens * columns * each
     back = back + (workload.logit_passes - 1) * (there + loss / 2)
-    tables = 0.0 * columns if workload.is_frozen else (1 if workload.tied else 2) * workload.width * columns
+    learning = workload.embedding_learns + (workload.head_learns and not workload.tied)
+    tables = learning * workload.width * columns
     return there + loss / 2, back + loss / 2 + tables * GRADIENT_ACCUMULATION_BYTES / rates.stream_bytes_per_s
 
 
@@ -170,7 +172,9 @@ def _adapter_products(w: Workload, rates: DeviceRates, candidates: Candidates) -
             there, back = there + once, back + 2 * once
         there = there + ADDED_NUMBERS * w.element_bytes * tokens * outputs / rates.stream_bytes_per_s
         back = back + ADDED_NUMBERS * w.element_bytes * tokens * inputs / rates.stream_bytes_per_s
-    return there, back
+    # Each number is read and written, and its mask is written or read.
+    dropping = (2 * w.element_bytes + 1) * tokens * dropped_numbers(w, candidates)[0] / rates.stream_bytes_per_s
+    return there + dropping, back + dropping
 
 
 def _thin_product_s(rates: DeviceRates, rows: Reals, wide: Reals, rank: float) -> Reals:
