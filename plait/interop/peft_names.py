@@ -12,7 +12,7 @@ from math import sqrt
 
 from plait.interop.families import MODEL_FAMILIES
 from plait.interop.stored_names import stored_name
-from plait.model.adapter_shape import AdapterShape, AdapterTarget
+from plait.model.adapter_shape import AdapterTarget
 from plait.model.names import EMBEDDING, HEAD
 from plait.model.shape import ModelShape, linear_layers_in, weight_sizes
 from plait.model.weights import SAVED_TABLES
