@@ -100,10 +100,12 @@ class GPT(nn.Module):
             numbers_n=numbers_n,
             positions_bt=positions_bt if self.shape.delta is not None else None,
         )
-        inputs, noise_n = () if inputs_nld is None else inputs_nld.unbind(1), self._noise(numbers_n)
+        inputs = () if inputs_nld is None else inputs_nld.unbind(1)
+        noise_n = self._noise(numbers_n)
         for number in self.part.layers:
             own = replace(rows, layer_input=inputs[number]) if inputs else rows
-            own = own if noise_n is None else replace(own, noise_n=layer_noise(noise_n, number))
+            if noise_n is not None:
+                own = replace(own, noise_n=layer_noise(noise_n, number))
             hidden_nd = self.layers[str(number)](hidden_nd, own)
             if objectives is not None and str(number + 1) in self.auxiliary:
                 head, loss = self.auxiliary[str(number + 1)], objectives.losses[f"layer_{number + 1}"]

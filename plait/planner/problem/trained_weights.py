@@ -82,18 +82,17 @@ def trained_layer_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
 
 
 def fullest_rank_parameters(
-    w: Workload, c: Candidates, layer: tuple[Reals, Reals], tables: tuple[int, int], inputs: int
+    w: Workload, c: Candidates, layer: tuple[Reals, Reals], tables: tuple[int, int]
 ) -> tuple[Reals, Reals]:
     """Weights on the rank of a pipeline that holds most of them before sharding, (common, experts'), of layers and
-    tables (the embedding, the output matrix) that have this many each. `inputs` are the tables of the layers' inputs:
-    no pipeline parts a model that has them."""
+    tables (the embedding, with that of layers' inputs, and the output matrix) that have this many each."""
     common, experts = layer
     held = rank_layers(w, c)
     embedding, head = tables
     together = embedding if w.tied else embedding + head
     both = not w.tied and w.predict_ahead > 0  # the last stage looks tokens up, too
     at_ends = np.where(c.pipeline == 1, together, together if both else max(embedding, head)) / c.tensor
-    ends = np.maximum(held.first, held.last) * common + at_ends + inputs / c.tensor
+    ends = np.maximum(held.first, held.last) * common + at_ends
     middle = held.middle * common + (held.middle_heads > 0) * head / c.tensor
     return np.maximum(np.maximum(ends, middle), held.fullest * common), held.fullest * experts
 
@@ -101,16 +100,15 @@ def fullest_rank_parameters(
 def fullest_trained_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
     """Weights that learn on the rank of a pipeline that holds most of them, (common, experts')."""
     table = w.embedding_parameters
-    tables = table * w.embedding_learns, table * w.head_learns
     inputs = 0 if w.is_frozen else w.input_table_parameters
-    return fullest_rank_parameters(w, c, trained_layer_parameters(w, c), tables, inputs)
+    tables = table * w.embedding_learns + inputs, table * w.head_learns
+    return fullest_rank_parameters(w, c, trained_layer_parameters(w, c), tables)
 
 
 def fullest_held_parameters(w: Workload, c: Candidates) -> Reals:
     """All weights on that rank, adapters and frozen ones included, in numbers as they are multiplied: quantized ones
     count by their bytes."""
     common, experts = (w.matrix_bytes / w.element_bytes * each for each in layer_parameters(w, c))
-    tables = w.embedding_parameters, w.embedding_parameters
-    layers = common + adapter_parameters(w, c), experts
-    whole = fullest_rank_parameters(w, c, layers, tables, w.input_table_parameters)
+    tables = w.embedding_parameters + w.input_table_parameters, w.embedding_parameters
+    whole = fullest_rank_parameters(w, c, (common + adapter_parameters(w, c), experts), tables)
     return np.add(*whole)
