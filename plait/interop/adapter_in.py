@@ -18,12 +18,13 @@ from plait.interop.adapter_out import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_KEY,
 from plait.interop.base_model import read_json_file
 from plait.interop.configs.adapter_values import alphas_of, check_adapter_values, ranks_of
 from plait.interop.links import refuse_links_out
-from plait.interop.peft_names import PeftModule, peft_modules
+from plait.interop.peft_names import PeftModule, peft_modules, saved_key, saved_tables
 from plait.model.adapter_shape import QUANTIZED_BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
 from plait.model.adapters import directed_weight
 from plait.model.gpt import GPT, share_kept_values
-from plait.model.names import ADAPTER_A, ADAPTER_B
+from plait.model.names import ADAPTER_A, ADAPTER_B, EMBEDDING, HEAD
 from plait.model.shape import ModelShape, linear_layers, linear_layers_in, weight_sizes
+from plait.model.weights import SAVED_TABLES
 
 Factors = tuple[Tensor, Tensor]
 """A [rank, in] and B [out, rank] of a linear layer's adapter."""
@@ -40,6 +41,8 @@ class LoadedAdapter:
     """Fingerprint of the base that it was trained on; empty where its files do not say."""
     magnitudes: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     """DoRA's: the length [out] of each row of an adapted weight, by the names of linear layers; empty without it."""
+    unties: bool = False
+    """Whether the tables that it brings are two where the base's are one."""
 
 
 def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
@@ -50,8 +53,11 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     check_adapter_values(folder / ADAPTER_CONFIG, config)
     tensors, metadata = _tensors(folder / ADAPTER_WEIGHTS)
     known = peft_modules(family, shape, linear_layers(shape))
+    tables = _tables(folder, family, shape, config, tensors)
+    unties = shape.tied and bool(tables) and _are_untied(tables, config)
     magnitude_keys = {one.magnitude_key for one in known} if config.get("use_dora") else set[str]()
-    factor_tensors = {name: one for name, one in tensors.items() if name not in magnitude_keys}
+    others = {*magnitude_keys, *(saved_key(module) for module in saved_tables(family).values())}
+    factor_tensors = {name: one for name, one in tensors.items() if name not in others}
     modules = _modules_present(folder, known, factor_tensors, shape)
     pairs = [(tensors[module.key("A")], tensors[module.key("B")]) for module in modules]
     names = [module.name for module in modules]
@@ -74,18 +80,28 @@ def read_adapter(folder: Path, family: str, shape: ModelShape) -> LoadedAdapter:
     _refuse_not_finite(folder, tensors)
     magnitudes = _magnitudes(folder, modules, tensors) if magnitude_keys else {}
     targets = _targets(folder, modules, shape, config)
-    weights = _filled_up(factors, targets, rank, shape)
+    if shape.tied and not unties:
+        tables = {EMBEDDING: next(iter(tables.values()))} if tables else {}
+    weights = {**_filled_up(factors, targets, rank, shape), **tables}
     kept = metadata.get(QUANTIZATION_KEY, "none")
     adapter = AdapterShape(
-        rank=rank, alpha=alpha, targets=targets, variant=variant, quantization=_known_quantization(folder, kept)
+        rank=rank,
+        alpha=alpha,
+        targets=targets,
+        variant=variant,
+        quantization=_known_quantization(folder, kept),
+        modules_to_save=tuple(SAVED_TABLES[table] for table in (EMBEDDING, HEAD) if table in tables),
     )
-    return LoadedAdapter(shape=adapter, weights=weights, magnitudes=magnitudes, base=metadata.get(BASE_KEY, ""))
+    return LoadedAdapter(
+        shape=adapter, weights=weights, magnitudes=magnitudes, unties=unties, base=metadata.get(BASE_KEY, "")
+    )
 
 
 @torch.no_grad()
 def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
-    """A model of the same weights, which it shares with `model`, and an adapter of its own. `model` has none. A DoRA
-    adapter is merged into separate weights."""
+    """A model of the same weights, which it shares with `model`, and an adapter of its own, with the tables that this
+    brings. `model` has none. A DoRA adapter is merged into separate weights."""
+    model = _with_tables(model, adapter)
     if adapter.magnitudes:
         return _with_directions(model, adapter)
     with torch.device("meta"):
@@ -100,6 +116,27 @@ def with_adapter(model: GPT, adapter: LoadedAdapter) -> GPT:
     return adapted.eval()
 
 
+def _with_tables(model: GPT, adapter: LoadedAdapter) -> GPT:
+    """A model of the same weights, but for the tables that an adapter brings."""
+    base = dict(model.named_parameters())
+    like = base[EMBEDDING]
+    tables = {
+        name: adapter.weights[name].to(like.device, like.dtype) for name in SAVED_TABLES if name in adapter.weights
+    }
+    if not tables:
+        return model
+    if adapter.unties:
+        tables = {name: tables.get(name, like.data) for name in SAVED_TABLES}
+    tied, rows = model.shape.tied and not adapter.unties, len(next(iter(tables.values())))
+    with torch.device("meta"):
+        changed = GPT(replace(model.shape, tied=tied, vocabulary=rows), model.part)
+    for name, _ in list(changed.named_parameters()):
+        path, _, leaf = name.rpartition(".")
+        own = tables[name] if name in tables else base[name].data
+        setattr(changed.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
+    return changed.eval()
+
+
 def _with_directions(model: GPT, adapter: LoadedAdapter) -> GPT:
     with torch.device("meta"):
         merged = GPT(model.shape, model.part)
@@ -112,6 +149,45 @@ def _with_directions(model: GPT, adapter: LoadedAdapter) -> GPT:
         setattr(merged.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
     share_kept_values(model, merged)
     return merged.eval()
+
+
+def _tables(
+    folder: Path, family: str, shape: ModelShape, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The vocabulary's tables that were stored with an adapter, by our names; raises PlaitError for other whole modules
+    and for tables that do not fit the model."""
+    modules, listed = saved_tables(family), config.get("modules_to_save") or []
+    listed = listed if isinstance(listed, list) else [listed]
+    short = {name.rpartition(".")[2] for name in modules.values()}
+    for name in listed:
+        if not isinstance(name, str) or name.rpartition(".")[2] not in short:
+            raise PlaitError(
+                f"modules_to_save in {folder / ADAPTER_CONFIG} has {name!r:.40}, and plait reads "
+                f"{' and '.join(sorted(short))} alone; merge this adapter into its model with PEFT"
+            )
+    found = {table: tensors[saved_key(name)] for table, name in modules.items() if saved_key(name) in tensors}
+    for name in listed:
+        if not any(modules[table].endswith(name.rpartition(".")[2]) for table in found):
+            raise PlaitError(
+                f"{folder / ADAPTER_WEIGHTS} lacks {name}, which modules_to_save names; bring the whole file"
+            )
+    rows = {len(one) if one.ndim == 2 and one.shape[1] == shape.width else 0 for one in found.values()}
+    brings_all = len(found) == len(modules) or (shape.tied and (not listed or config.get("ensure_weight_tying")))
+    if rows and (len(rows) > 1 or min(rows) < shape.vocabulary or (max(rows) > shape.vocabulary and not brings_all)):
+        name, one = next(iter(found.items()))
+        raise PlaitError(
+            f"the adapter in {folder} is of another base: its {name} has the shape {list(one.shape)}, and this model "
+            f"asks for {[shape.vocabulary, shape.width]}; name the model that it was trained on"
+        )
+    return found
+
+
+def _are_untied(tables: Mapping[str, Tensor], config: Mapping[str, Any]) -> bool:
+    """Whether PEFT computes with two tables where the base has one: as a module that it trains is a copy, unless it is
+    to keep both the same. Tables that it stored for new rows alone are the base's own."""
+    if len(tables) == 2:
+        return not torch.equal(tables[EMBEDDING], tables[HEAD])
+    return bool(config.get("modules_to_save")) and not config.get("ensure_weight_tying")
 
 
 def _magnitudes(folder: Path, modules: Sequence[PeftModule], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

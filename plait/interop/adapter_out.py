@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from plait.interop.peft_names import PeftModule, adapter_config, peft_modules
-from plait.model.names import ADAPTER_A, ADAPTER_B
+from plait.interop.peft_names import PeftModule, adapter_config, peft_modules, saved_key, written_tables
+from plait.model.names import ADAPTER_A, ADAPTER_B, EMBEDDING
 from plait.model.shape import ModelShape
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -31,12 +31,14 @@ def write_adapter(
     adapter = shape.adapter
     assert adapter is not None, "a model without an adapter has none to write"
     modules = peft_modules(family, shape, adapter.targets)
-    config = adapter_config(adapter, family, modules, base)
+    config = adapter_config(shape, family, modules, base)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors: dict[str, Tensor] = {}
     for module in modules:
         a, b = _module_weights(module, read)
         tensors |= {module.key("A"): a.to(dtype).contiguous(), module.key("B"): b.to(dtype).contiguous()}
+    for table, module in written_tables(shape, family).items():
+        tensors[saved_key(module)] = read(EMBEDDING if shape.tied else table).to(dtype).clone()
     metadata = {"format": "pt", **({BASE_KEY: fingerprint} if fingerprint else {})}
     if adapter.quantization != "none":
         metadata[QUANTIZATION_KEY] = adapter.quantization

@@ -12,8 +12,10 @@ from math import sqrt
 
 from plait.interop.families import MODEL_FAMILIES
 from plait.interop.stored_names import stored_name
-from plait.model.adapter_shape import AdapterShape, AdapterTarget
+from plait.model.adapter_shape import AdapterTarget
+from plait.model.names import EMBEDDING, HEAD
 from plait.model.shape import ModelShape, linear_layers_in, weight_sizes
+from plait.model.weights import SAVED_TABLES
 
 PEFT_PREFIX = "base_model.model."
 
@@ -77,19 +79,46 @@ def peft_modules(family: str, shape: ModelShape, targets: tuple[AdapterTarget, .
     return found
 
 
+def saved_tables(family: str) -> dict[str, str]:
+    """PEFT's names of the modules that are the vocabulary's tables ("model.embed_tokens"), by our names of their
+    weights."""
+    names = MODEL_FAMILIES[family].names
+    return {table: names[table].name.removesuffix(".weight") for table in (EMBEDDING, HEAD)}
+
+
+def written_tables(shape: ModelShape, family: str) -> dict[str, str]:
+    """The tables that are stored with a model's adapter, PEFT's names by ours. Of tied ones, PEFT stores both."""
+    saved = shape.adapter.modules_to_save if shape.adapter else ()
+    return {
+        table: name
+        for table, name in saved_tables(family).items()
+        if SAVED_TABLES[table] in saved or (saved and shape.tied)
+    }
+
+
+def saved_key(module: str) -> str:
+    """The name of a module's weight in adapter_model.safetensors if the module is stored whole."""
+    return f"{PEFT_PREFIX}{module}.weight"
+
+
 def _short(family: str, name: str) -> str:
     # GPT-2's attention and feedforward both end with a c_proj.
     return ".".join(name.split(".")[-2:]) if family == "gpt2" else name.rpartition(".")[2]
 
 
-def adapter_config(adapter: AdapterShape, family: str, modules: list[PeftModule], base: str) -> dict[str, object]:
-    """The keys of adapter_config.json; `base` is the name or folder of the model that the adapter belongs to."""
+def adapter_config(shape: ModelShape, family: str, modules: list[PeftModule], base: str) -> dict[str, object]:
+    """The keys of adapter_config.json for a model with an adapter; `base` is the name or folder of the model that the
+    adapter belongs to."""
+    adapter = shape.adapter
+    assert adapter is not None, "a model without an adapter has none to write"
+    saved = [name.rpartition(".")[2] for name in written_tables(shape, family).values()]
     fused = {one.short: len(one.targets) for one in modules if one.parts > 1 and len(one.targets) > 1}
     grown = {"lora": float, "rslora": sqrt}[adapter.variant]
     return {
         "alpha_pattern": {name: adapter.alpha * grown(times) for name, times in fused.items()},
         "base_model_name_or_path": base,
         "bias": "none",
+        **({"ensure_weight_tying": True} if saved and shape.tied else {}),
         "exclude_modules": None,
         "fan_in_fan_out": family == "gpt2",
         "inference_mode": True,
@@ -98,7 +127,7 @@ def adapter_config(adapter: AdapterShape, family: str, modules: list[PeftModule]
         "lora_alpha": _plain(adapter.alpha),
         "lora_bias": False,
         "lora_dropout": 0.0,
-        "modules_to_save": None,
+        "modules_to_save": saved or None,
         "peft_type": "LORA",
         "r": adapter.rank,
         "rank_pattern": {name: adapter.rank * times for name, times in fused.items()},

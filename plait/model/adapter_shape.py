@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite, sqrt
 from typing import Any, Literal, get_args
 
@@ -18,6 +18,8 @@ AdapterTarget = Literal[
     "feedforward.up",
     "feedforward.down",
 ]
+SavedModule = Literal["embedding", "head"]
+"""The vocabulary's tables, which may be trained whole beside adapters (PEFT's modules_to_save)."""
 AdapterVariant = Literal["lora", "rslora"]
 """The divisor of alpha in the scale: the rank, or its root (Kalajdzievski 2023), with which large ranks keep
 learning."""
@@ -34,7 +36,7 @@ QUANTIZED_BLOCK_BYTES: Mapping[Quantization, int] = {"nf4": BLOCK // 2 + 1, "int
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
     """Two small weights A and B for each target's weight W: x @ W.T becomes x @ W.T + scale · (x @ A.T) @ B.T. Only
-    these are trained; all other weights of the model are frozen.
+    these and `modules_to_save` are trained; all other weights of the model are frozen.
 
     Raises PlaitError for values that no adapter can have.
     """
@@ -45,6 +47,8 @@ class AdapterShape:
     variant: AdapterVariant = "lora"
     quantization: Quantization = "none"
     """Applies to all frozen matrices in layers, with an adapter or without (QLoRA)."""
+    modules_to_save: tuple[SavedModule, ...] = ()
+    """Tables that are trained whole, and stored with the adapter. A tied head is part of the embedding."""
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
@@ -64,6 +68,9 @@ class AdapterShape:
                     + ", ".join(get_args(AdapterTarget))
                 )
 
+        if unknown := set(self.modules_to_save) - set(get_args(SavedModule)):
+            raise PlaitError(f"modules_to_save has {min(unknown)!r}; choose among {', '.join(get_args(SavedModule))}")
+
     @property
     def scale(self) -> float:
         """The factor of the product of the two weights."""
@@ -72,14 +79,27 @@ class AdapterShape:
 
 def adapter_from(values: Mapping[str, Any]) -> AdapterShape:
     """The adapter's shape from parsed JSON."""
-    return AdapterShape(**{**values, "targets": tuple(values["targets"])})
+    lists = {name: tuple(values[name]) for name in ("targets", "modules_to_save") if name in values}
+    return AdapterShape(**{**values, **lists})
+
+
+def adapter_values(adapter: AdapterShape) -> dict[str, Any]:
+    """Plain values for JSON, without the fields that earlier versions lack where they are not used."""
+    values = asdict(adapter)
+    later = {"quantization": "none", "modules_to_save": ()}
+    return {name: value for name, value in values.items() if name not in later or value != later[name]}
 
 
 def check_adapter_in(
-    adapter: AdapterShape | None, linear: Sequence[AdapterTarget], smaller_side: Callable[[AdapterTarget], int]
+    adapter: AdapterShape | None,
+    linear: Sequence[AdapterTarget],
+    smaller_side: Callable[[AdapterTarget], int],
+    head: Literal["tied", "untied"],
 ) -> None:
-    """Raise PlaitError for an adapter on layers that a model lacks, or with a rank above the smaller side of one;
-    `linear` lists the model's linear layers."""
+    """Raise PlaitError for an adapter on layers that a model lacks, with a rank above the smaller side of one, or with
+    a separate head where it is tied; `linear` lists the model's linear layers."""
+    if adapter and head == "tied" and "head" in adapter.modules_to_save:
+        raise PlaitError('this model\'s head is tied to its embedding; write modules_to_save = ["embedding"]')
     for target in adapter.targets if adapter else ():
         if target not in linear:
             raise PlaitError(f"this model has no {target} to adapt; choose among {', '.join(linear)}")

@@ -10,7 +10,7 @@ from math import inf, prod
 from typing import Any, Literal, get_args
 
 from plait.errors import PlaitError
-from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from, check_adapter_in
+from plait.model.adapter_shape import AdapterShape, AdapterTarget, adapter_from, adapter_values, check_adapter_in
 from plait.model.names import ADAPTER_A, ADAPTER_B, LAYER_PROJECTION, LAYER_TABLE, Dim, dims_of, layer_of, within_layer
 from plait.model.parts import checks
 from plait.model.parts.delta_attention import (
@@ -188,7 +188,7 @@ class ModelShape:
             check_delta_in(self)
         if self.attention_gate and (self.latent or (self.qk_norm and self.qk_norm_width != "head")):
             raise PlaitError("gated heads go with plain attention and norms by head; take out either")
-        check_adapter_in(self.adapter, linear_layers(self), self.smaller_side)
+        check_adapter_in(self.adapter, linear_layers(self), self.smaller_side, "tied" if self.tied else "untied")
         for name in ("rope_theta", "norm_eps", "embedding_multiplier", "residual_multiplier", "logit_divisor"):
             if not 0 < getattr(self, name) < inf:
                 raise PlaitError(f"the model's {name} is {getattr(self, name)}; choose a number above 0")
@@ -327,8 +327,8 @@ class ModelShape:
                 del one["long_factors"], one["short_factors"]  # later fields
             if one and one["rotated_share"] == 1.0:
                 del one["rotated_share"]  # a later field
-        if self.adapter is not None and self.adapter.quantization == "none":
-            del values["adapter"]["quantization"]  # a later field
+        if self.adapter is not None:
+            values["adapter"] = adapter_values(self.adapter)
         return values
 
     @classmethod

@@ -14,6 +14,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
+from plait.model.adapter_shape import SavedModule
 from plait.model.names import (
     BALANCE,
     EMBEDDING,
@@ -40,6 +41,9 @@ from plait.model.shape import (
     weights_of_layer,
     weights_outside_layers,
 )
+
+SAVED_TABLES: Mapping[str, SavedModule] = {EMBEDDING: "embedding", HEAD: "head"}
+"""Weights that an adapter's modules_to_save can name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +83,11 @@ def describe_weight(name: str, shape: ModelShape) -> WeightDescription:
 
 
 def is_trained(name: str, shape: ModelShape) -> bool:
-    """Whether a weight learns: all do, or an adapter's alone where the model has one."""
-    return shape.adapter is None or is_adapter(name)
+    """Whether a weight learns: all do, or where the model has an adapter that alone, and the tables beside it."""
+    adapter = shape.adapter
+    if adapter is None or is_adapter(name):
+        return True
+    return name in SAVED_TABLES and SAVED_TABLES[name] in adapter.modules_to_save
 
 
 def is_quantized(name: str, shape: ModelShape) -> bool:
@@ -193,7 +200,8 @@ def training_flops_per_token(shape: ModelShape, sequence: int, attention: Litera
     """
     matrices = _layer_matrices(shape)
     heads = 1 + len(shape.objectives.weights)
-    head = heads * shape.vocabulary * shape.width * (6 if shape.adapter is None else 4)
+    head_learns = is_trained(EMBEDDING if shape.tied else HEAD, shape)
+    head = heads * shape.vocabulary * shape.width * (6 if head_learns else 4)
     scoring = [layer for layer in range(shape.all_layers) if not shape.has_delta(layer)]
     square = 2 * sum(scored_width(shape.at(layer)) for layer in scoring) * sequence
     products = sum(_active(one, shape) * layers * (6 if one.trained else 4) for one, layers in matrices)

@@ -13,7 +13,7 @@ FinetuneMethod = Literal["full", "lora", "qlora"]
 ADAPTER_METHODS: tuple[FinetuneMethod, ...] = ("lora", "qlora")
 """The methods that train adapters alone."""
 FinetuneObjective = Literal["sft", "dpo", "orpo", "simpo"]
-_LORA_KEYS = ("rank", "alpha", "targets", "variant")
+_LORA_KEYS = ("rank", "alpha", "targets", "variant", "modules_to_save")
 _OBJECTIVES_OF_KEYS: dict[str, tuple[FinetuneObjective, ...]] = {
     "label_smoothing": ("dpo", "simpo"),
     "reference": ("dpo",),
@@ -36,6 +36,8 @@ class FinetuneSection(RecipeSection):
     """The linear layers that get adapters: ["q_proj", "v_proj"], ["attention"]; "auto": all."""
     variant: Literal["lora", "rslora"] = "lora"
     """"rslora" divides by the root of the rank (Kalajdzievski 2023)."""
+    modules_to_save: tuple[str, ...] = ()
+    """Vocabulary tables that are trained whole beside the adapters: ["embed_tokens", "lm_head"]; for new tokens."""
 
     objective: FinetuneObjective = "sft"
     """"sft": from examples; "dpo", "orpo" or "simpo": from pairs of a preferred and a rejected answer."""

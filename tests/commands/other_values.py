@@ -34,6 +34,7 @@ OTHER_VALUES = {
     "finetune.alpha": "3.0",
     "finetune.targets": '["attention"]',
     "finetune.variant": "rslora",
+    "finetune.modules_to_save": '["embed_tokens"]',
     "finetune.quantization": "int8",
     "finetune.objective": "dpo",
     "finetune.beta": "0.5",
@@ -143,7 +144,9 @@ LORA = (*TUNED, "finetune.method=lora")
 BESIDE = {
     "model.from": ("model.size=auto",),
     "finetune.method": TUNED,
-    **dict.fromkeys(("finetune.rank", "finetune.alpha", "finetune.targets", "finetune.variant"), LORA),
+    **dict.fromkeys(
+        ("finetune.rank", "finetune.alpha", "finetune.targets", "finetune.variant", "finetune.modules_to_save"), LORA
+    ),
     "finetune.quantization": (*TUNED, "finetune.method=qlora"),
     "finetune.objective": (*TUNED, "finetune.method=full"),
     **dict.fromkeys(

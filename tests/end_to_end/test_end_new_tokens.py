@@ -65,6 +65,40 @@ def test_adapters_beside_too_small_an_embedding_are_refused_in_one_sentence(home
     refused = run_warm(home, "train", "tiny.toml", "run.name=adapters", "finetune.method=lora")
     assert refused.code == 2 and not (home.path("adapters") / "plan.json").exists()
     assert "the tokenizer has 263 entries and the model 260: adapters leave the embedding" in refused.sentence()
+    assert 'write finetune.modules_to_save = ["embed_tokens", "lm_head"]' in refused.sentence()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_new_tokens_are_learnt_beside_adapters(home: Place, run_warm: RunWarm, head: str) -> None:
+    if head == "tied":
+        tokenizer = (home.folder / "base" / "tokenizer.json").read_bytes()
+        write_model(home.folder / "base", tie_word_embeddings=True)
+        (home.folder / "base" / "tokenizer.json").write_bytes(tokenizer)
+    saved = '["embed_tokens"]' if head == "tied" else '["embed_tokens", "lm_head"]'
+    method = ("finetune.method=lora", "finetune.rank=4", f"finetune.modules_to_save={saved}")
+    run = home.train("go", *method, "--no-check")
+    assert run.code == 0 and not run.err, run
+    assert f"learn (lora, rank 4, embedding{'' if head == 'tied' else ', head'})" in run.out
+
+    def nats(*words: str) -> float:
+        return json.loads(run_warm(home, "eval", *words).out)["nats_per_token"]
+
+    own = nats("go")
+    base = run_warm(home, "eval", "go", "--adapter", "none")
+    assert base.code == 2 and "whose rows are with the run's adapter; use that one" in base.sentence()
+    assert run_warm(home, "export", "go", "--to", "adapter", "--adapter").code == 0
+    assert run_warm(home, "export", "go", "--to", "merged", "--merged").code == 0
+    assert nats("base", "--heldout-of", "go", "--adapter", "adapter") == pytest.approx(own, rel=1e-6)
+    assert nats("merged", "--heldout-of", "go") == pytest.approx(own, rel=1e-5)
+    peft = pytest.importorskip("peft")
+    tokens = torch.tensor([[1, 257, 258, 262]])
+    plain = AutoModelForCausalLM.from_pretrained(home.folder / "base")
+    plain.resize_token_embeddings(263, mean_resizing=False)
+    theirs = peft.PeftModel.from_pretrained(plain, home.folder / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(home.folder / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, merged(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ from plait.interop.adapter_in import LoadedAdapter, read_adapter, with_adapter
 from plait.interop.adapter_out import write_adapter
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.interop.read_weights import load_model_from
-from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant
+from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant, SavedModule
 from plait.model.adapters import merge_adapters
 from plait.model.gpt import GPT
 from plait.model.shape import linear_layers
-from plait.model.weights import trained_weights
+from plait.model.weights import SAVED_TABLES, trained_weights
 from tests.interop.random_models import SEQUENCE, VOCABULARY, random_config, random_model
 
 TOKENS_BT = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(3))
@@ -35,10 +35,17 @@ def saved_base(folder: Path, seed: int) -> BaseModel:
 
 
 def random_adapter(
-    base: BaseModel, *, variant: AdapterVariant = "lora", targets: tuple[AdapterTarget, ...] = ()
+    base: BaseModel,
+    *,
+    variant: AdapterVariant = "lora",
+    targets: tuple[AdapterTarget, ...] = (),
+    saved: tuple[SavedModule, ...] = (),
+    rows: int = VOCABULARY,
 ) -> LoadedAdapter:
-    shape = AdapterShape(rank=3, alpha=5.0, targets=targets or linear_layers(base.shape), variant=variant)
-    whole = GPT(replace(base.shape, adapter=shape))
+    shape = AdapterShape(
+        rank=3, alpha=5.0, targets=targets or linear_layers(base.shape), variant=variant, modules_to_save=saved
+    )
+    whole = GPT(replace(base.shape, adapter=shape, vocabulary=rows))
     draw = torch.Generator().manual_seed(8)
     names = trained_weights(whole.shape)
     weights = {name: torch.randn(whole.get_parameter(name).shape, generator=draw) * 0.2 for name in names}
@@ -49,7 +56,7 @@ def written(folder: Path, base: BaseModel, adapter: LoadedAdapter) -> Path:
     folder.mkdir()
     write_adapter(
         folder,
-        replace(base.shape, adapter=adapter.shape),
+        replace(base.shape, adapter=adapter.shape, vocabulary=rows_of(adapter)),
         base.family,
         adapter.weights.__getitem__,
         base=str(base.folder),
@@ -57,6 +64,18 @@ def written(folder: Path, base: BaseModel, adapter: LoadedAdapter) -> Path:
         dtype=torch.float32,
     )
     return folder
+
+
+def rows_of(adapter: LoadedAdapter) -> int:
+    tables = [adapter.weights[name] for name in SAVED_TABLES if name in adapter.weights]
+    return len(tables[0]) if tables else VOCABULARY
+
+
+def saved_llama(folder: Path, head: Literal["tied", "untied"]) -> tuple[BaseModel, Any]:
+    config = random_config(1)
+    config.tie_word_embeddings = head == "tied"
+    random_model(config).save_pretrained(folder)
+    return read_base_model(folder), config
 
 
 def logits_of(model: GPT) -> Tensor:
@@ -186,6 +205,81 @@ def test_a_module_with_an_alpha_of_its_own_has_a_larger_b(
         torch.testing.assert_close(weight, wanted)
 
 
+TABLES: dict[str, tuple[Literal["tied", "untied"], tuple[SavedModule, ...]]] = {
+    "both": ("untied", ("embedding", "head")),
+    "embedding": ("untied", ("embedding",)),
+    "head": ("untied", ("head",)),
+    "tied": ("tied", ("embedding",)),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_that_were_trained_whole_are_written_and_read_back(tmp_path: Path, name: str) -> None:
+    head, saved = TABLES[name]
+    base, _ = saved_llama(tmp_path / "base", head)
+    rows = VOCABULARY + (3 if name in ("both", "tied") else 0)
+    adapter = random_adapter(base, saved=saved, rows=rows)
+    found = read_adapter(written(tmp_path / "adapter", base, adapter), base.family, base.shape)
+    assert found.shape.modules_to_save == saved and not found.unties
+    assert found.weights.keys() == adapter.weights.keys()
+    assert all(torch.equal(found.weights[name], weight) for name, weight in adapter.weights.items())
+    model = load_model_from(base, SEQUENCE, CPU)
+    before = logits_of(model)
+    changed = with_adapter(model, found)
+    assert changed.shape.vocabulary == rows and logits_of(changed).shape[-1] == rows
+    assert changed.get_parameter("norm.weight").data_ptr() == model.get_parameter("norm.weight").data_ptr()
+    torch.testing.assert_close(logits_of(merge_adapters(changed)), logits_of(changed), rtol=0, atol=1e-4)
+    assert torch.equal(logits_of(model), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grown", [0, 3])
+@pytest.mark.parametrize("name", TABLES)
+def test_peft_computes_the_same_with_whole_tables(tmp_path: Path, name: str, grown: int) -> None:
+    peft = pytest.importorskip("peft")
+    head, saved = TABLES[name]
+    if grown and name in ("embedding", "head"):
+        pytest.skip("new rows need both tables")
+    base, config = saved_llama(tmp_path / "base", head)
+    adapter = random_adapter(base, saved=saved, rows=VOCABULARY + grown)
+    folder = written(tmp_path / "adapter", base, adapter)
+    plain = random_model(config)
+    plain.resize_token_embeddings(VOCABULARY + grown)
+    theirs = peft.PeftModel.from_pretrained(plain, folder).eval()
+    tokens = TOKENS_BT + grown
+    with torch.no_grad():
+        found = theirs(tokens).logits.flatten(0, 1)
+        own = with_adapter(load_model_from(base, SEQUENCE, CPU), adapter)
+        torch.testing.assert_close(found, own.logits(own(tokens)), rtol=0, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ensure", [False, True])
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("head", ["tied", "untied"])
+def test_whole_tables_that_peft_trained_are_read(
+    tmp_path: Path, head: Literal["tied", "untied"], modules: list[str], ensure: bool
+) -> None:
+    peft = pytest.importorskip("peft")
+    base, config = saved_llama(tmp_path / "base", head)
+    options = {"target_modules": "all-linear", "init_lora_weights": False, "modules_to_save": list(modules)}
+    if head == "tied":
+        options["ensure_weight_tying"] = ensure
+    theirs = peft.get_peft_model(random_model(config), peft.LoraConfig(r=4, lora_alpha=6, **options))
+    draw = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape, generator=draw) * 0.1)
+        theirs.eval().save_pretrained(tmp_path / "adapter")
+        wanted = theirs(TOKENS_BT).logits.flatten(0, 1)
+    found = read_adapter(tmp_path / "adapter", base.family, base.shape)
+    assert found.unties == (head == "tied" and not ensure)
+    model = with_adapter(load_model_from(base, SEQUENCE, CPU), found)
+    torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=2e-4)
+    torch.testing.assert_close(logits_of(merge_adapters(model)), wanted, rtol=0, atol=2e-4)
+
+
 Break = Callable[[Path], None]
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -243,7 +337,19 @@ CASES: dict[str, tuple[Break, str]] = {
         "alpha_pattern in .* is 0; it should be a number above",
     ),
     "biases": (config(bias="all"), "bias in .* is all, which plait does not compute"),
-    "whole modules": (config(modules_to_save=["lm_head"]), "modules_to_save in .* which plait does not compute"),
+    "a table that is missing": (config(modules_to_save=["lm_head"]), "lacks lm_head, which modules_to_save names"),
+    "another whole module": (
+        config(modules_to_save=["norm"]),
+        "modules_to_save in .* has 'norm', and plait reads embed_tokens and lm_head alone",
+    ),
+    "a table of another width": (
+        tensors(lambda found: found.update({"base_model.model.lm_head.weight": torch.zeros(61, 999)})),
+        r"is of another base: its lm_head has the shape \[61, 999\], and this model asks for",
+    ),
+    "new rows in one table alone": (
+        tensors(lambda found: found.update({"base_model.model.model.embed_tokens.weight": torch.zeros(99, 36)})),
+        r"is of another base: its model.embed_tokens has the shape \[99, ",
+    ),
     "no rank": (config(r=0), "r in .* is 0; it should be a whole number above 0"),
     "no alpha": (config(lora_alpha="much"), "lora_alpha in .* is 'much'; it should be a number above 0"),
     "a file that is cut off": (cut, "is damaged"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from plait.layout import Layout
-from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant
+from plait.model.adapter_shape import AdapterShape, AdapterTarget, AdapterVariant, SavedModule
 from plait.model.parts.delta_attention import DeltaAttentionShape
 from plait.model.parts.unlike_layers import FullAttentionShape
 from plait.model.rope_scaling import RopeScaling, WindowRope
@@ -248,12 +248,19 @@ def pairs() -> list[tuple[Layout, str]]:
 
 
 def adapted(
-    family: str, *, targets: tuple[AdapterTarget, ...] = (), variant: AdapterVariant = "lora", rank: int = 3
+    family: str,
+    *,
+    targets: tuple[AdapterTarget, ...] = (),
+    variant: AdapterVariant = "lora",
+    rank: int = 3,
+    saved: tuple[SavedModule, ...] = (),
 ) -> ModelShape:
-    """A family with an adapter beside these linear layers, or beside all of them."""
+    """A family with an adapter beside these linear layers, or beside all of them, and with tables that are trained
+    whole."""
     shape = {**FAMILIES, **NOT_EVERYWHERE}[family]
     targets = targets or linear_layers(shape)
-    return replace(shape, adapter=AdapterShape(rank=rank, alpha=5.0, targets=targets, variant=variant))
+    adapter = AdapterShape(rank=rank, alpha=5.0, targets=targets, variant=variant, modules_to_save=saved)
+    return replace(shape, adapter=adapter)
 
 
 ADAPTED_EVERY_DAY: dict[str, tuple[ModelShape, Layout]] = {
@@ -263,7 +270,9 @@ ADAPTED_EVERY_DAY: dict[str, tuple[ModelShape, Layout]] = {
     "tensor beyond kv heads": (adapted("multi-query"), Layout(tensor=4)),
     "zero-bubble": (adapted("qwen3"), Layout(pipeline=2, stage_layers=(5, 3), schedule="zero-bubble")),
     "context × tensor": (adapted("odd groups"), Layout(context=2, tensor=2)),
+    "tied tables, pipeline": (adapted("qwen2", saved=("embedding",)), Layout(pipeline=2, stage_layers=_TWO)),
 }
+_TABLES: tuple[SavedModule, ...] = ("embedding", "head")
 ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
     "all parts of a sequence": (adapted("windows"), Layout(context=4, recompute="selective")),
     "a few targets": (
@@ -273,6 +282,29 @@ ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
     "values alone": (adapted("qwen2", targets=("attention.v",)), Layout(tensor=2, context=2, recompute="full")),
     "one target": (adapted("qwen3", targets=("feedforward.down",)), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),
     "rank 1": (adapted("gpt2", rank=1), Layout(shard=2, tensor=2, shard_what="parameters")),
+    "tables, copies": (adapted("llama", saved=_TABLES), Layout(replicate=3)),
+    "tables, shard × tensor": (adapted("qwen3", saved=_TABLES), Layout(shard=2, tensor=2)),
+    "tables, parameters": (adapted("llama", saved=_TABLES), Layout(shard=3, shard_what="parameters")),
+    "tables, context × zero-bubble": (
+        adapted("qwen3", saved=_TABLES),
+        Layout(pipeline=2, stage_layers=_TWO, context=2, schedule="zero-bubble"),
+    ),
+    "head alone, pipeline × parameters": (
+        adapted("llama", saved=("head",)),
+        Layout(pipeline=2, stage_layers=_TWO, shard=2, shard_what="parameters"),
+    ),
+    "embedding alone, interleaved": (
+        adapted("llama", saved=("embedding",)),
+        Layout(pipeline=2, stage_layers=_VIRTUAL, tensor=2, schedule="interleaved"),
+    ),
+    "tied tables, parameters × tensor": (
+        adapted("qwen2", saved=("embedding",)),
+        Layout(shard=2, tensor=2, shard_what="parameters", recompute="full"),
+    ),
+    "tied tables, pipeline of copies": (
+        adapted("gpt2", saved=("embedding",)),
+        Layout(pipeline=2, stage_layers=_TWO, replicate=2),
+    ),
     "tied ends": (adapted("qwen2"), Layout(pipeline=2, stage_layers=_TWO)),
     "normed twice": (adapted("normed twice"), Layout(context=2, tensor=2)),
     "multiplied": (adapted("multiplied"), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),

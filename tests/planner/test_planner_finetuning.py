@@ -70,6 +70,18 @@ def test_what_qlora_does_not_go_with_is_one_sentence(tmp_path: Path) -> None:
         planned(tuned(tmp_path, "optimizer.kind=muon", method="qlora"), CHATS, LAPTOP)
 
 
+def test_tables_are_trained_whole_where_they_are_named(tmp_path: Path) -> None:
+    plain, saved = (
+        planned(tuned(tmp_path, *more), CHATS, LAPTOP) for more in ((), ('finetune.modules_to_save=["lm_head"]',))
+    )
+    assert adapter_of(saved) == replace(adapter_of(plain), modules_to_save=("embedding",))
+    assert "embedding, which is the head as well: trained whole, 28.3M weights" in reasons(saved, "trained whole")
+    with pytest.raises(PlaitError, match=r'"norm" is not a table of the vocabulary; choose among embed_tokens and lm'):
+        planned(tuned(tmp_path, 'finetune.modules_to_save=["norm"]'), CHATS, LAPTOP)
+    with pytest.raises(PlaitError, match=r"modules_to_save is LoRA's; write method = .lora., or take modules_to_save"):
+        tuned(tmp_path, 'finetune.modules_to_save=["lm_head"]', method="full")
+
+
 def test_a_step_holds_so_many_examples_and_the_run_three_epochs(tmp_path: Path) -> None:
     full, lora = (planned(tuned(tmp_path, "train.sequence=256", method=way), CHATS, LAPTOP) for way in ("full", "lora"))
     assert full.batch_tokens == pytest.approx(64 * 45, rel=0.15) and lora.batch_tokens == pytest.approx(
@@ -174,7 +186,7 @@ def test_a_model_grows_by_the_tokens_that_were_added_to_its_tokenizer(tmp_path: 
     )
     assert "3 rows for tokens that were added" in reasons(plan, "vocabulary 49155: ")
     refused = {
-        "lora": (added, "adapters leave the embedding as it is, so that new tokens.*write finetune.method = .full"),
+        "lora": (added, "adapters leave the embedding as it is, so that new tokens.*write finetune.modules_to_save"),
         "full": (replace(added, added_tokens=2), "has 49155 entries and the model 49152: it is not the model's own"),
     }
     for method, (facts, words) in refused.items():

@@ -13,7 +13,7 @@ import pytest
 from plait.launch.local.run import ForkServer
 from plait.launch.values.job import Job, Message
 from plait.machines.cluster import read_cluster
-from plait.model.adapter_shape import AdapterShape, Quantization
+from plait.model.adapter_shape import AdapterShape, Quantization, SavedModule
 from plait.model.shape import ModelShape, linear_layers
 from plait.model.sizes import named_shape
 from plait.model.weights import describe_weights, trained_parameter_count
@@ -32,8 +32,15 @@ CLUSTER = read_cluster("8xH100")
 BASE = named_shape("1B", vocabulary=32768, sequence=2048)
 
 
-def adapted(shape: ModelShape, rank: int = 16, quantization: Quantization = "none") -> ModelShape:
-    adapter = AdapterShape(rank=rank, alpha=32.0, targets=linear_layers(shape), quantization=quantization)
+def adapted(
+    shape: ModelShape,
+    rank: int = 16,
+    quantization: Quantization = "none",
+    saved: tuple[SavedModule, ...] = (),
+) -> ModelShape:
+    adapter = AdapterShape(
+        rank=rank, alpha=32.0, targets=linear_layers(shape), quantization=quantization, modules_to_save=saved
+    )
     return replace(shape, adapter=adapter)
 
 
@@ -117,6 +124,24 @@ def test_eight_billion_parameters_fit_beside_a_card_of_24_gigabytes() -> None:
     assert needed[1] < 0.6 * card and needed[0] - needed[1] > 9e9  # 6.5 billion numbers, 1.48 bytes less of each
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tables_that_learn_cost_what_tables_cost(layout: str) -> None:
+    row = candidate(**LAYOUTS[layout])
+    tables: tuple[tuple[SavedModule, ...], ...] = ((), ("embedding",), ("head",), ("embedding", "head"))
+    none, embedding, head, both = (work(adapted(BASE, saved=saved), "float32") for saved in tables)
+    memory = [estimate_memory(one, row, PLAIT_PROFILE) for one in (none, embedding, head, both)]
+    table = 8.0 * BASE.vocabulary * BASE.width / row.tensor[0]  # AdamW's moments
+    table = table / row.shard[0]
+    more = [one.optimizer[0] - memory[0].optimizer[0] for one in memory]
+    ends_apart = row.pipeline[0] > 1
+    assert more[3] == pytest.approx(table * (1 if ends_apart else 2), rel=0.01)
+    assert max(more[1], more[2]) == pytest.approx(table, rel=0.01)
+    assert all(one.parameters[0] == pytest.approx(memory[0].parameters[0], rel=1e-6) for one in memory)
+    steps = [step_of(one, row) for one in (none, embedding, head, both)]
+    assert steps[0].head[0] <= steps[1].head[0] <= steps[3].head[0] and steps[0].head[0] < steps[2].head[0]
+    assert steps[0].optimizer[0] < steps[3].optimizer[0]
+
+
 def test_a_tensor_rank_holds_what_the_descriptions_of_the_weights_say() -> None:
     shape, tensor = adapted(BASE), 4
     each = [one for name, one in describe_weights(shape).items() if name.startswith("layers.0.") and one.trained]
@@ -193,12 +218,39 @@ def test_ranks_with_quantized_weights_hold_what_was_foretold(
     check_held(layout, precision, kind, 0.05, server, tmp_path)
 
 
-def check_held(
-    layout: str, precision: Any, kind: Quantization, tolerance: float, server: ForkServer, tmp_path: Path
+SAVED: list[tuple[str, tuple[SavedModule, ...]]] = [
+    ("replicate=2 micro_sequences=2 vocabulary=2500 tied=false", ("embedding", "head")),
+    ("shard=2 shard_what=parameters micro_sequences=2 vocabulary=2500 tied=false", ("embedding", "head")),
+    ("shard=2 shard_what=optimizer micro_sequences=2 vocabulary=2500 tied=false", ("head",)),
+    ("tensor=2 micro_sequences=4 vocabulary=2500 tied=false", ("embedding",)),
+    ("pipeline=2 schedule=1f1b micro_sequences=2 vocabulary=2500 tied=true", ("embedding",)),
+    ("pipeline=2 schedule=zero-bubble micro_sequences=1 vocabulary=2500 tied=false", ("embedding", "head")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "saved", "precision"),
+    [(*one, ("float32", "bf16")[place % 2]) for place, one in enumerate((*SAVED, *SAVED[:1]))],
+)
+def test_ranks_with_tables_that_learn_hold_what_was_foretold(
+    layout: str, saved: tuple[SavedModule, ...], precision: Any, server: ForkServer, tmp_path: Path
 ) -> None:
-    keys = [f"{'model' if one.startswith('vocabulary') else 'layout'}.{one}" for one in layout.split()]
+    check_held(layout, precision, "none", 0.06, server, tmp_path, saved)
+
+
+def check_held(
+    layout: str,
+    precision: Any,
+    kind: Quantization,
+    tolerance: float,
+    server: ForkServer,
+    tmp_path: Path,
+    saved: tuple[SavedModule, ...] = (),
+) -> None:
+    keys = [f"{'model' if one.startswith(('vocabulary', 'tied')) else 'layout'}.{one}" for one in layout.split()]
     config, plan = make_tiny(tmp_path, *SMALL, "layout.replicate=1", "model.vocabulary=300", *keys, precision=precision)
-    plan = replace(plan, job=replace(plan.job, shape=adapted(plan.job.shape, 8, kind)))
+    plan = replace(plan, job=replace(plan.job, shape=adapted(plan.job.shape, 8, kind, saved)))
     put(tmp_path, config, plan)
     held: dict[int, int] = {}
 

@@ -75,6 +75,8 @@ def merged_reader(source: ExportedRun) -> ReadPart:
         return own
 
     def read(name: str, offset: tuple[int, ...], extent: tuple[int, ...]) -> Tensor:
+        if f"model/{name}" in trained:
+            return read_slice(path, manifest, f"model/{name}", offset, extent)
         own = read_base(name, offset, extent)
         layer = name.rpartition(".")[0]
         if name != f"{layer}.weight" or f"model/{layer}.{ADAPTER_A}" not in trained:

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from plait.checkpoint.store import FoundCheckpoint, newest_good
-from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter, base_of_plan, find_adapter
+from plait.commands.models.stored_adapter import (
+    NO_ADAPTER,
+    StoredAdapter,
+    base_of_plan,
+    find_adapter,
+    of_checkpoint,
+)
 from plait.commands.preparing.base import base_folder, is_model_source, model_folder
 from plait.data.index import damaged
 from plait.data.preparation.tokens import Tokenizer, corpus_tokenizer, load_tokenizer
@@ -87,11 +93,18 @@ def find_model(
     """The model of a run (its name or folder) or of a model's folder, for texts of up to `sequence` tokens, with the
     adapter of that name ("none": without; None: as the run trained it). Raises PlaitError where there is none, or where
     it cannot take such texts."""
+    found = find_any_model(name, working, sequence)
+    if adapter is not None:
+        return with_stored_adapter(found, adapter, working)
+    _check_rows(found)
+    return found
+
+
+def find_any_model(name: str, working: WorkingFolder, sequence: int | None = None) -> FoundModel:
+    """As `find_model` without `adapter`, also where the tokenizer has entries that only an adapter has rows for."""
     if is_model_source(name, working):
-        found = _model_of_folder(model_folder(name, working), sequence)
-    else:
-        found = _model_of_run(find_run(name, working), working, sequence)
-    return found if adapter is None else with_stored_adapter(found, adapter, working)
+        return _model_of_folder(model_folder(name, working), sequence)
+    return _model_of_run(find_run(name, working), working, sequence)
 
 
 def with_stored_adapter(found: FoundModel, name: str, working: WorkingFolder) -> FoundModel:
@@ -104,7 +117,21 @@ def with_stored_adapter(found: FoundModel, name: str, working: WorkingFolder) ->
         )
     base = None if name == NO_ADAPTER else read_base_model(Path(found.stored.path))
     adapter = None if base is None else find_adapter(name, base, working)
-    return replace(found, stored=replace(found.stored, adapter=adapter))
+    changed = replace(found, stored=replace(found.stored, adapter=adapter))
+    _check_rows(changed)
+    return changed
+
+
+def _check_rows(found: FoundModel) -> None:
+    """Raise PlaitError where a model has fewer rows than its tokenizer has entries."""
+    adapter = found.stored.adapter
+    rows = max(found.stored.shape.vocabulary, adapter.vocabulary if adapter else 0)
+    if found.tokenizer.vocabulary <= rows:
+        return
+    told = f"the tokenizer in {found.tokenizer_folder} has {found.tokenizer.vocabulary} entries and the model {rows}"
+    if found.run is not None:
+        raise PlaitError(f"{told}: tokens were added to it, whose rows are with the run's adapter; use that one")
+    raise PlaitError(f"{told}; bring the tokenizer that the model was trained with")
 
 
 def template_folders(run: TrainedBy | None, tokenizer_folder: Path, working: WorkingFolder) -> list[Path]:
@@ -120,11 +147,6 @@ def template_folders(run: TrainedBy | None, tokenizer_folder: Path, working: Wor
 def _model_of_folder(folder: Path, sequence: int | None) -> FoundModel:
     base = read_base_model(folder)
     tokenizer = load_tokenizer(folder)
-    if tokenizer.vocabulary > base.shape.vocabulary:
-        raise PlaitError(
-            f"the tokenizer in {folder} has {tokenizer.vocabulary} entries and the model {base.shape.vocabulary}; "
-            "bring the tokenizer that the model was trained with"
-        )
     shape = base.shape_for(sequence or min(USUAL_SEQUENCE, base.shape.sequence))
     stored = StoredModel(kind="folder", path=str(folder), shape=shape)
     return FoundModel(stored=stored, tokenizer=tokenizer, tokenizer_folder=folder)
@@ -144,7 +166,7 @@ def _model_of_run(folder: RunFolder, working: WorkingFolder, sequence: int | Non
     shape = shape if sequence is None else _for_sequence(shape, sequence)
     stored = StoredModel(kind="checkpoint", path=str(found.path), shape=shape)
     if shape.adapter is not None:
-        own = StoredAdapter(kind="checkpoint", path=str(found.path), shape=shape.adapter)
+        own = of_checkpoint(found.path, plan)
         base = base_of_plan(plan, folder.path)
         shape = base.shape_for(shape.sequence)
         stored = StoredModel(kind="folder", path=str(base.folder), shape=shape, adapter=own)

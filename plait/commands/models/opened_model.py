@@ -13,8 +13,15 @@ from plait.accelerator import accelerator_name, gpu_count
 from plait.checkpoint.store import read_manifest
 from plait.checkpoint.transfer import read_tensor
 from plait.commands.models.end_tokens import stored_ends
-from plait.commands.models.found_model import FoundModel, StoredModel, TrainedBy, find_model, with_stored_adapter
-from plait.commands.models.stored_adapter import NO_ADAPTER, StoredAdapter
+from plait.commands.models.found_model import (
+    FoundModel,
+    StoredModel,
+    TrainedBy,
+    find_any_model,
+    find_model,
+    with_stored_adapter,
+)
+from plait.commands.models.stored_adapter import StoredAdapter
 from plait.data.preparation.end_tokens import learnt_ends
 from plait.data.preparation.tokens import Tokenizer
 from plait.devices import DeviceName
@@ -56,7 +63,8 @@ def open_each(name: str, adapters: Sequence[str], working: WorkingFolder) -> Ite
     """The model with each of these adapters in turn; its own weights are in memory once, and once more for adapters
     that were trained beside quantized ones. Raises PlaitError, before the first, for one that is not there or does not
     fit."""
-    plain = find_model(name, working, adapter=NO_ADAPTER)
+    plain = find_any_model(name, working)
+    plain = replace(plain, stored=replace(plain.stored, adapter=None))
     found = [with_stored_adapter(plain, one, working) for one in adapters]
     opened, base = _opened(plain), read_base_model(Path(plain.stored.path))
     bases: dict[Quantization, GPT] = {"none": opened.model}

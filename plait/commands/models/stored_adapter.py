@@ -11,6 +11,7 @@ from plait.errors import PlaitError
 from plait.interop.base_fingerprint import base_fingerprint
 from plait.interop.base_model import BaseModel, read_base_model
 from plait.model.adapter_shape import AdapterShape
+from plait.model.weights import SAVED_TABLES
 from plait.planner.plan import Plan
 from plait.run_folder import find_run
 from plait.working_folder import WorkingFolder
@@ -28,6 +29,8 @@ class StoredAdapter:
     path: str
     shape: AdapterShape | None = None
     """A checkpoint's; a folder of PEFT's says itself what it holds."""
+    vocabulary: int = 0
+    """Rows of the vocabulary's tables that it brings; 0: it brings none."""
 
 
 def find_adapter(name: str, base: BaseModel, working: WorkingFolder) -> StoredAdapter:
@@ -42,10 +45,20 @@ def find_adapter(name: str, base: BaseModel, working: WorkingFolder) -> StoredAd
         raise PlaitError(f'"{name}" trained all weights and has no adapter; name a run of finetune.method = "lora"')
     if found is None:
         raise PlaitError(f'"{run.path}" has no checkpoint yet; train it for a while first')
-    same_shape = replace(plan.job.shape, adapter=None, sequence=base.shape.sequence) == base.shape
+    own = of_checkpoint(found.path, plan)
+    rows = base.shape.vocabulary if own.vocabulary else plan.job.shape.vocabulary
+    same_shape = replace(plan.job.shape, adapter=None, sequence=base.shape.sequence, vocabulary=rows) == base.shape
     if not same_shape or plan.job.base_fingerprint != base_fingerprint(base):
         raise _of_another_base(name, base, f": {Path(plan.job.base).name}")
-    return StoredAdapter(kind="checkpoint", path=str(found.path), shape=plan.job.shape.adapter)
+    return own
+
+
+def of_checkpoint(path: Path, plan: Plan) -> StoredAdapter:
+    """The adapter in a checkpoint of a run that trains one."""
+    shape = plan.job.shape
+    assert shape.adapter is not None
+    rows = shape.vocabulary if shape.adapter.modules_to_save else 0
+    return StoredAdapter(kind="checkpoint", path=str(path), shape=shape.adapter, vocabulary=rows)
 
 
 def base_of_plan(plan: Plan, run: Path) -> BaseModel:
@@ -64,7 +77,8 @@ def _of_peft(folder: Path, base: BaseModel) -> StoredAdapter:
     loaded = read_adapter(folder, base.family, base.shape)
     if loaded.base and loaded.base != base_fingerprint(base):
         raise _of_another_base(str(folder), base, "")
-    return StoredAdapter(kind="peft", path=str(folder))
+    rows = max((len(loaded.weights[table]) for table in SAVED_TABLES if table in loaded.weights), default=0)
+    return StoredAdapter(kind="peft", path=str(folder), vocabulary=rows)
 
 
 def _of_another_base(name: str, base: BaseModel, which: str) -> PlaitError:

@@ -65,6 +65,7 @@ def _adapter_text(shape: ModelShape) -> str:
         return ""
     kept = shape.adapter.quantization
     beside = "" if kept == "none" else f", beside {kept}"
+    beside += "".join(f", {table}" for table in shape.adapter.modules_to_save)
     learn = format_count(trained_parameter_count(shape))
     return f"; {learn} learn ({shape.adapter.variant}, rank {shape.adapter.rank}{beside})"
 

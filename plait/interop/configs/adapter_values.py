@@ -18,7 +18,6 @@ from plait.errors import PlaitError
 _OFF: Mapping[str, tuple[object, ...]] = {
     "lora_bias": (False, None),
     "bias": ("none", None),
-    "modules_to_save": (None, []),
     "layer_replication": (None, []),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
@@ -32,8 +31,8 @@ _KNOWN = frozenset(
         "alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying",
         "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
         "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config", "megatron_core",
-        "merge_weights", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision",
-        "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
+        "merge_weights", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern",
+        "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
     }
 )  # fmt: skip
 """Keys that plait reads, or that have no effect by themselves: settings of an initialization count only with

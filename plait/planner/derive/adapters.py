@@ -5,9 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 from plait.errors import PlaitError
-from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, AdapterShape, AdapterTarget, Quantization
+from plait.model.adapter_shape import (
+    BLOCK,
+    QUANTIZED_BLOCK_BYTES,
+    AdapterShape,
+    AdapterTarget,
+    Quantization,
+    SavedModule,
+)
 from plait.model.names import within_layer
 from plait.model.shape import ModelShape, linear_layers, linear_layers_in, parameter_count
 from plait.model.weights import describe_weights, is_quantized, trained_parameter_count
@@ -36,6 +44,13 @@ PEFT_NAMES: dict[str, tuple[AdapterTarget, ...]] = {
     "c_proj": ("attention.o", "feedforward.down"),
 }
 """What PEFT's users call the linear layers of Llama's and GPT-2's kind."""
+_TABLE_NAMES: dict[str, SavedModule] = {
+    "embed_tokens": "embedding",
+    "wte": "embedding",
+    "embedding": "embedding",
+    "lm_head": "head",
+    "head": "head",
+}
 
 
 def refuse_pairs(config: RunConfig, shape: ModelShape) -> None:
@@ -57,7 +72,15 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Der
     rank = _rank(requested, shape, targets, bits)
     kept: Quantization = requested.quantization if requested.method == "qlora" else "none"
     alpha = USUAL_ALPHA[requested.variant] if requested.alpha == "auto" else requested.alpha
-    adapter = AdapterShape(rank=rank, alpha=alpha, targets=targets, variant=requested.variant, quantization=kept)
+    saved = saved_modules(requested.modules_to_save, shape)
+    adapter = AdapterShape(
+        rank=rank,
+        alpha=alpha,
+        targets=targets,
+        variant=requested.variant,
+        quantization=kept,
+        modules_to_save=saved,
+    )
     whole = replace(shape, adapter=adapter)
     some = "all linear layers" if requested.targets == "auto" else ", ".join(targets)
     learning, all_weights = (format_count(count(whole)) for count in (trained_parameter_count, parameter_count))
@@ -65,6 +88,8 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Der
         f"{requested.variant} of rank {rank} on {some}: {learning} of {all_weights} weights learn; the others have no "
         "gradient, sums or moments, and their products are two thirds of a step's in place of all"
     ]
+    if saved:
+        why.append(_saved_reason(saved, whole))
     if kept != "none":
         why.append(_quantized_reason(whole, kept))
     if requested.rank == "auto":
@@ -77,6 +102,27 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Der
         source = "Schulman 2025" if requested.variant == "lora" else "Kalajdzievski 2023, as LoRA's at rank 16"
         why.append(f"alpha {alpha:g}: adapters count {adapter.scale:.3g} times ({source})")
     return Derived(value=adapter, reasons=tuple(why))
+
+
+def _saved_reason(saved: Sequence[SavedModule], shape: ModelShape) -> str:
+    numbers = format_count(len(saved) * shape.vocabulary * shape.width)
+    tied = ", which is the head as well" if shape.tied else ""
+    return f"{' and '.join(saved)}{tied}: trained whole, {numbers} weights with gradient and moments (modules_to_save)"
+
+
+def saved_modules(names: Sequence[str], shape: ModelShape) -> tuple[SavedModule, ...]:
+    """The tables that these names mean (PEFT's, or ours), each once; a tied head is the embedding. Raises PlaitError
+    for a name of anything else."""
+    for name in names:
+        if name not in _TABLE_NAMES:
+            raise PlaitError(
+                f'finetune.modules_to_save: "{name}" is not a table of the vocabulary; choose among '
+                "embed_tokens and lm_head, as all other weights stay frozen or have adapters"
+            )
+    named = {_TABLE_NAMES[name] for name in names}
+    if shape.tied and named:
+        return ("embedding",)
+    return tuple(one for one in get_args(SavedModule) if one in named)
 
 
 def _quantized_reason(shape: ModelShape, kept: Quantization) -> str:

@@ -15,11 +15,11 @@ from plait.model.requested_size import named_size, parameters_of_size, shape_of_
 from plait.model.shape import ModelShape, parameter_count
 from plait.model.sizes import MODEL_SIZES, explicit_shape, nearest_size
 from plait.planner.derive import published_rules
-from plait.planner.derive.adapters import adapter_for
+from plait.planner.derive.adapters import adapter_for, saved_modules
 from plait.planner.derive.derived import Derived
 from plait.planner.derive.published_rules import EPOCHS, EPOCHS_AFTER, examples_batch_tokens
 from plait.planner.problem.model_words import mixture_reasons, objective_reasons
-from plait.recipe.finetune import ADAPTER_METHODS, FinetuneMethod
+from plait.recipe.finetune import ADAPTER_METHODS, FinetuneSection
 from plait.recipe.schema import RunConfig
 from plait.units import Amount, counted, format_count, format_si, parse_amount, power_of_ten
 
@@ -214,7 +214,7 @@ def _size_of_base(
     config: RunConfig, corpus: CorpusFacts, base: BaseFacts, rate: TrainingRate, budget: Amount
 ) -> Derived[RunSize]:
     """The size of a run that goes on from a model; raises PlaitError where text and model do not fit each other."""
-    grown = grown_shape(base.shape, corpus.vocabulary, corpus.added_tokens, config.finetune.method)
+    grown = grown_shape(base.shape, corpus.vocabulary, corpus.added_tokens, config.finetune)
     shape, why = grown.value, [*grown.reasons]
     if config.train.budget == "auto":
         tuned = f"the usual passes over the data in fine-tuning ({EPOCHS_AFTER[config.finetune.objective]})"
@@ -431,12 +431,10 @@ def fitting_vocabulary(requested: int | Literal["auto"], entries: int) -> int:
     return requested
 
 
-def grown_shape(
-    shape: ModelShape, entries: int, added: int, method: FinetuneMethod | Literal["auto"]
-) -> Derived[ModelShape]:
+def grown_shape(shape: ModelShape, entries: int, added: int, finetune: FinetuneSection) -> Derived[ModelShape]:
     """A trained model's shape with rows for all of the tokenizer's entries, of which the last `added` were added to it
-    after it was trained. Raises PlaitError where the others are more than the model has, and for adapters, beside which
-    new rows could not learn."""
+    after it was trained. Raises PlaitError where the others are more than the model has, and where new rows could not
+    learn because their tables are frozen."""
     new, has = entries - shape.vocabulary, f"the tokenizer has {entries} entries and the model {shape.vocabulary}"
     if new <= 0:
         return Derived(value=shape)
@@ -445,10 +443,12 @@ def grown_shape(
             f"{has}: it is not the model's own; take data.tokenizer out, or name the tokenizer that the model was "
             "trained with"
         )
-    if method in ADAPTER_METHODS:
+    saved = saved_modules(finetune.modules_to_save, shape)
+    if finetune.method in ADAPTER_METHODS and len(saved) < (1 if shape.tied else 2):
+        tables = '["embed_tokens"]' if shape.tied else '["embed_tokens", "lm_head"]'
         raise PlaitError(
             f"{has}: adapters leave the embedding as it is, so that new tokens would never be learned; write "
-            'finetune.method = "full", or take the added tokens out of the tokenizer'
+            f"finetune.modules_to_save = {tables}, or take the added tokens out of the tokenizer"
         )
     reason = (
         f"vocabulary {entries}: {counted(new, 'row')} for tokens that were added to the tokenizer, each the mean of "

@@ -257,7 +257,7 @@ def workload_of_job(
     if job.optimizer.kind == "muon":
         whole = replace(whole, orthogonalization=_orthogonalization(arithmetic, resources))
     if job.shape.mixture is None:
-        return replace(whole, logit_passes=2) if objective != "sft" and job.shape.adapter is None else whole
+        return replace(whole, logit_passes=2) if objective != "sft" and whole.head_learns else whole
     if (measured := resources.load_expert_load(job.shape.mixture)) is not None:
         return replace(whole, expert_load=measured, expert_load_from="measured")
     return replace(whole, expert_load=assumed_load(job.shape.mixture), expert_load_from=balanced_by(job.shape.mixture))

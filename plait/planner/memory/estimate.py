@@ -35,7 +35,6 @@ from plait.planner.problem.trained_weights import (
     adapter_parameters,
     dequantized_parameters,
     trained_layer_parameters,
-    trained_table_parameters,
 )
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens, shard_group_size
@@ -148,9 +147,10 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     common, experts = layer_parameters(w, c)
     (trained, trained_experts), adapters = trained_layer_parameters(w, c), adapter_parameters(w, c)
     held = common + experts + adapters
-    learns = trained_table_parameters(w) / c.tensor
     inputs, learning_inputs = (w.input_table_parameters * part / c.tensor for part in (1, 0 if w.is_frozen else 1))
     table, tokens, ranks = w.embedding_parameters / c.tensor, local_tokens(w, c), shard_group_size(c, profile)
+    learns = w.embedding_learns * table
+    head_alone = (w.head_learns - w.embedding_learns) * table  # what a head has beside that
     rule, number = c.shard_what, w.element_bytes
     split = {what: np.where(rule >= SHARDED_STATES.index(what), ranks, 1) for what in ("optimizer", "gradients")}
     split["parameters"] = np.where(splits_weights(c, profile), ranks, 1)
@@ -179,15 +179,17 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
     return {
         ("parameters", "layers"): weight * adapters
         + of_layers * (common / split["parameters"] + experts / own["parameters"]),
-        ("parameters", "head"): (frozen - weight) * table if w.is_frozen and not w.tied else 0.0 * table,
+        ("parameters", "head"): 0.0 * table if w.head_learns or w.tied else (frozen - weight) * table,
         ("parameters", "tables"): weight * table,
         ("parameters", "once"): weight * inputs,
         ("gradients", "once"): gradient * learning_inputs / split["gradients"],
         ("optimizer", "once"): state * learning_inputs / split["optimizer"],
         ("gradients", "layers"): gradient * (trained / split["gradients"] + trained_experts / own["gradients"]),
         ("gradients", "tables"): gradient * learns / split["gradients"],
+        ("gradients", "head"): gradient * head_alone / split["gradients"],
         ("optimizer", "layers"): state_of_layers * (trained / split["optimizer"] + trained_experts / own["optimizer"]),
         ("optimizer", "tables"): state * learns / split["optimizer"],
+        ("optimizer", "head"): state * head_alone / split["optimizer"],
         ("gathered", "once"): np.where(fully, ahead + (profile.gathered_table_bytes or number / 2) * inputs, 0.0),
         ("gathered", "layers"): np.where(stays, gathered, 0.0),
         ("gathered", "tables"): np.where(fully, (profile.gathered_table_bytes or number / 2) * table, 0.0),
@@ -219,6 +221,6 @@ def _head_copies(w: Workload, profile: SoftwareProfile) -> float:
     alone."""
     if profile.head_gradient == "among the others":
         return 0.0
-    if w.is_frozen:
+    if not w.head_learns:
         return float(w.element_bytes) if w.element_bytes < 4 and w.tied else 0.0
     return 4.0 + (2.0 * w.element_bytes if w.element_bytes < 4 else 0.0)

@@ -54,16 +54,20 @@ class PipelineStages:
     """Layers whose sharded weights are gathered at a time."""
     keeps_gathered: bool = False
     """Whether these stay gathered from the step's first forward to its last backward."""
+    embedding_learns: bool = True
+    head_learns: bool = True
 
     @property
     def last(self) -> int:
         return len(self.layers) - 1
 
-    def tables(self, stage: int) -> int:
-        """Vocabulary tables that a stage holds."""
-        scores = stage == self.last or bool(self.middle_heads and self.middle_heads[stage])
-        looks_up = stage == 0 or (stage == self.last and self.ahead > 0)
-        return int(scores or looks_up) if self.tied else scores + looks_up
+    def learning_tables(self, *stages: int) -> int:
+        """Vocabulary tables with a gradient on a rank with these stages."""
+        scores = any(one == self.last or bool(self.middle_heads and self.middle_heads[one]) for one in stages)
+        looks_up = any(one == 0 or (one == self.last and self.ahead > 0) for one in stages)
+        if self.tied:
+            return int((scores or looks_up) and self.embedding_learns)
+        return (scores and self.head_learns) + (looks_up and self.embedding_learns)
 
     def handed_over(self, stage: int) -> list[int]:
         """The losses that a stage's backward pass computes, in its order, each by the layers behind it."""
@@ -120,7 +124,7 @@ class _Walk:
         # prediction ahead keep theirs.
         self._now["activations", "stream"] += 1 + self._stages.ahead
         self._now["logits", "product"] += 1
-        self._now["logits", "table"] += 1
+        self._now["logits", "table"] += self._stages.head_learns
         return self._record_moment(
             {
                 ("logits", "scores"): 1,
@@ -156,10 +160,10 @@ class _Walk:
         self._record_moment({("activations", "layer"): 1, ("activations", left): -split, ("buffers", "stream"): 1})
         if stage == 0:
             # Where one table has both uses, autograd adds the head's and the embedding's gradients in a third tensor.
-            tables = 1 + (stages.tied and not stages.last)
+            tables = stages.embedding_learns * (1 + (stages.tied and not stages.last))
             self._record_moment({("buffers", "stream"): 1, ("buffers", "table"): tables})
-        self._grow("table_gradients", stage, stages.tables(stage))
-        now["logits", "table"] -= stage == stages.last
+        self._grow("table_gradients", stage, stages.learning_tables(stage))
+        now["logits", "table"] -= stage == stages.last and stages.head_learns
         if stage > 0:
             self._send()
 

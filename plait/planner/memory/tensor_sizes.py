@@ -54,7 +54,8 @@ class TensorSizes:
     """Rounded copies of a layer's weights that autocast remembers until the forward pass ends, where the layer does not
     keep them for its backward pass; else 0."""
     table: Reals
-    """The gradient of one vocabulary table (embedding or head) before it is added to others; 0 of a frozen one."""
+    """The gradient of one vocabulary table (embedding or head) before it is added to others; 0 where both are
+    frozen."""
     table_weights: Reals
     """The embedding, or a head that learns."""
     head_weights: Reals
@@ -119,7 +120,8 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
         + read,
         backward=stream + gathered + wide_kept / 2 * wide + recomputed + rounded - layer + product * narrow + read,
         scores=_scores(w, t, local_tokens(w, c)),
-        loss_copies=(product + _head_copies(own) - fully * w.rounds_gathered_head * own["table"] / 2) * narrow,
+        loss_copies=(product + _head_copies(w, own) - fully * w.rounds_gathered_head * w.head_learns * own["table"] / 2)
+        * narrow,
         rounded_once=np.where(none, 0.0, rounded),
         **own,
     )
@@ -146,7 +148,7 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     weights = (w.matrix_bytes if w.is_frozen else FLOAT32_BYTES) * matrices + adapters
     trained = adapters if w.is_frozen else weights
     table = FLOAT32_BYTES * w.embedding_parameters / t
-    learns = 0.0 * table if w.is_frozen else table
+    learns = table if w.embedding_learns or w.head_learns else 0.0 * table
     fully = c.gathers_weights
     split = np.where(fully & ~keeps_whole_gradients(w, c), c.shard, 1)
     sides = [w.adapter_rank * np.maximum(*both) for both in local_target_sizes(w, c)]
@@ -155,7 +157,7 @@ def _weight_sizes(w: Workload, c: Candidates) -> dict[str, Reals]:
     return {
         "table": learns,
         "table_weights": table,
-        "head_weights": table / 2 if w.is_frozen and narrow and not w.tied else table,
+        "head_weights": table / 2 if narrow and not (w.tied or w.head_learns) else table,
         "widest": (FLOAT32_BYTES + w.element_bytes * narrow) * widest,
         "fresh_layer": np.where(fully, trained * (1 + w.element_bytes / FLOAT32_BYTES), 0.0),
         "layer_gradients": trained / split,
@@ -171,10 +173,10 @@ def keeps_whole_gradients(w: Workload, c: Candidates) -> NDArray[np.bool_]:
     return c.sums_once & (micro_batches_per_step(w, c) > 1)
 
 
-def _head_copies(own: Mapping[str, Reals]) -> Reals:
+def _head_copies(w: Workload, own: Mapping[str, Reals]) -> Reals:
     """Bytes of the head's rounded copy, unless it is kept so, and where it learns of the rounded gradient of a
     piece."""
-    return own["head_weights"] - own["table_weights"] / 2 + own["table"] / 2
+    return own["head_weights"] - own["table_weights"] / 2 + w.head_learns * own["table"] / 2
 
 
 def _scores(w: Workload, t: Counts, tokens: Reals) -> Reals:

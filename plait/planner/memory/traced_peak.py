@@ -137,7 +137,7 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     """What is found on a pipeline's rank, for candidates that `_groups_with_equal_actions` has put together."""
     pipeline, virtual, fully = int(c.pipeline[0]), int(c.virtual[0]), bool(c.gathers_weights[0])
     flat = int(c.weight_copies[0]) > 1 and not fully
-    unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully and not w.is_frozen
+    unreplicated_tied_ends = w.tied and pipeline > 1 and not flat and not fully and w.embedding_learns
     keeps_ends = keeps_ends and not w.heads_after
     each = stages_of(w, pipeline * virtual, c.layer_split)
     layers_of = (*each[:-1], each[-1] + w.layers_and_depths - w.layers)
@@ -153,6 +153,8 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
         ahead=w.predict_ahead,
         gathered=gathered * fully,
         keeps_gathered=lasts,
+        embedding_learns=w.embedding_learns,
+        head_learns=w.head_learns,
     )
     schedule, micros = SCHEDULES[int(c.schedule[0])], int(_micros(w, c)[0])
     held = _fullest(_moments(schedule, pipeline, virtual, micros, rank, stages), p)
@@ -161,11 +163,11 @@ def _items(w: Workload, c: Candidates, p: TensorSizes, rank: int, keeps_ends: bo
     n_tables = head_places(w, each, pipeline).tables[rank]
     has_head = stages.last in own_stages and not (w.tied and 0 in own_stages)
     tables = (n_tables - has_head) * p.table_weights + has_head * p.head_weights
-    learning_tables = n_tables * p.table
+    learning_tables = stages.learning_tables(*own_stages) * p.table
     inputs = FLOAT32_BYTES * w.input_table_parameters / c.tensor
     learning_inputs = 0.0 * inputs if w.is_frozen else inputs
     tables, learning_tables = tables + inputs, learning_tables + learning_inputs
-    gathered_tables = tables - (has_head and w.rounds_gathered_head and not w.is_frozen) * p.head_weights / 2
+    gathered_tables = tables - (has_head and w.rounds_gathered_head and w.head_learns) * p.head_weights / 2
     weights = layers * p.layer_weights + tables
     own = (layers * p.layer_trained + learning_tables) / c.shard
     moments = (w.layer_moments * layers * p.layer_trained + w.moments * learning_tables) / c.shard

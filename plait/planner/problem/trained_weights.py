@@ -74,36 +74,34 @@ def trained_layer_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
     return layer_parameters(w, c)
 
 
-def trained_table_parameters(w: Workload) -> int:
-    """Weights of a vocabulary table that learn."""
-    return 0 if w.is_frozen else w.embedding_parameters
-
-
 def fullest_rank_parameters(
-    w: Workload, c: Candidates, layer: tuple[Reals, Reals], table_parameters: int
+    w: Workload, c: Candidates, layer: tuple[Reals, Reals], tables: tuple[int, int]
 ) -> tuple[Reals, Reals]:
     """Weights on the rank of a pipeline that holds most of them before sharding, (common, experts'), of layers and
-    tables that have this many each."""
+    tables (the embedding, with that of layers' inputs, and the output matrix) that have this many each."""
     common, experts = layer
     held = rank_layers(w, c)
-    table = table_parameters / c.tensor
+    embedding, head = tables
+    together = embedding if w.tied else embedding + head
     both = not w.tied and w.predict_ahead > 0  # the last stage looks tokens up, too
-    tables = np.where(c.pipeline == 1, 1 if w.tied else 2, 2 if both else 1) * table
-    ends = np.maximum(held.first, held.last) * common + tables
-    if table_parameters:  # the layers' inputs learn as the tables do, and no pipeline parts such layers
-        ends = ends + w.input_table_parameters / c.tensor
-    middle = held.middle * common + (held.middle_heads > 0) * table
+    at_ends = np.where(c.pipeline == 1, together, together if both else max(embedding, head)) / c.tensor
+    ends = np.maximum(held.first, held.last) * common + at_ends
+    middle = held.middle * common + (held.middle_heads > 0) * head / c.tensor
     return np.maximum(np.maximum(ends, middle), held.fullest * common), held.fullest * experts
 
 
 def fullest_trained_parameters(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
     """Weights that learn on the rank of a pipeline that holds most of them, (common, experts')."""
-    return fullest_rank_parameters(w, c, trained_layer_parameters(w, c), trained_table_parameters(w))
+    table = w.embedding_parameters
+    inputs = 0 if w.is_frozen else w.input_table_parameters
+    tables = table * w.embedding_learns + inputs, table * w.head_learns
+    return fullest_rank_parameters(w, c, trained_layer_parameters(w, c), tables)
 
 
 def fullest_held_parameters(w: Workload, c: Candidates) -> Reals:
     """All weights on that rank, adapters and frozen ones included, in numbers as they are multiplied: quantized ones
     count by their bytes."""
     common, experts = (w.matrix_bytes / w.element_bytes * each for each in layer_parameters(w, c))
-    whole = fullest_rank_parameters(w, c, (common + adapter_parameters(w, c), experts), w.embedding_parameters)
+    tables = w.embedding_parameters + w.input_table_parameters, w.embedding_parameters
+    whole = fullest_rank_parameters(w, c, (common + adapter_parameters(w, c), experts), tables)
     return np.add(*whole)

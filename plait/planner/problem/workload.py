@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, AdapterTarget, Quantization
+from plait.model.adapter_shape import BLOCK, QUANTIZED_BLOCK_BYTES, AdapterTarget, Quantization, SavedModule
 from plait.model.names import LAYER_PROJECTION, layer_of
 from plait.model.parts.delta_attention import DELTA_CHUNK
 from plait.model.shape import ModelShape, is_gated, weight_sizes
@@ -106,6 +106,8 @@ class Workload:
     """The linear layers of each layer that have one."""
     quantization: Quantization = "none"
     """In what the frozen matrices of layers are kept (QLoRA)."""
+    saved_modules: tuple[SavedModule, ...] = ()
+    """The vocabulary's tables that are trained whole beside adapters; a tied head is part of the embedding."""
     heads_after: tuple[int, ...] = ()
     """Heads in the middle, each after this many layers, with the model's own output matrix."""
     predict_ahead: int = 0
@@ -122,8 +124,18 @@ class Workload:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether all weights but the adapters' are frozen (trained_weights.py)."""
+        """Whether the layers' weights are frozen, all but the adapters' (trained_weights.py)."""
         return self.adapter_rank > 0
+
+    @property
+    def embedding_learns(self) -> bool:
+        """Whether the embedding is trained."""
+        return not self.is_frozen or "embedding" in self.saved_modules
+
+    @property
+    def head_learns(self) -> bool:
+        """Whether the output matrix is trained, the embedding where they are tied."""
+        return self.embedding_learns if self.tied else not self.is_frozen or "head" in self.saved_modules
 
     @property
     def element_bytes(self) -> int:
@@ -251,7 +263,8 @@ class Workload:
         frozen weight is multiplied twice in place of three times; its adapters, below a hundredth, are left out."""
         scores = 4 * (self.layers + self.predict_ahead) * self.mean_keys_per_query * self.heads * self.head_width
         layers = (self.active_parameters - self.embedding_parameters) * self.layers_and_depths / self.layers
-        products = (2 if self.is_frozen else 3) * 2 * (layers + self.heads_in_all * self.embedding_parameters)
+        head = (3 if self.head_learns else 2) * 2 * self.heads_in_all * self.embedding_parameters
+        products = (2 if self.is_frozen else 3) * 2 * layers + head
         return products + 6 * self.layers * self.delta_products + 3 * (scores if counting == "full" else scores / 2)
 
 
@@ -292,6 +305,7 @@ def workload_of(
         adapter_rank=shape.adapter.rank if shape.adapter else 0,
         adapter_targets=shape.adapter.targets if shape.adapter else (),
         quantization=shape.adapter.quantization if shape.adapter else "none",
+        saved_modules=shape.adapter.modules_to_save if shape.adapter else (),
         heads_after=shape.objectives.heads,
         predict_ahead=shape.objectives.ahead,
     )

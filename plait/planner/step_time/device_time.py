@@ -72,8 +72,10 @@ class DeviceTime:
         embedding = measured_compute.embedding_s(self.measured, tokens, w.width, entries)
         head = measured_compute.head_s(self.measured, tokens, w.width, entries)
         head = head * (1 + (w.logit_passes - 1) * measured_compute.logits_share(w.width))
-        if w.is_frozen:  # a probe times both gradients; here there is neither of the tables
+        # A probe times the gradients of both tables.
+        if not w.head_learns:
             head = head * measured_compute.frozen_head_share(w.width)
+        if not w.embedding_learns:
             embedding = embedding * measured_compute.frozen_embedding_share(tokens, entries)
         # In a pipeline the first stage looks tokens up, and it has no head.
         return head + np.where(candidates.pipeline == 1, embedding, 0.0)

@@ -124,7 +124,7 @@ def tied_embedding_sync_s(inputs: CostInputs, forward_s: Reals, n_microbatches: 
     table = profile.gradient_message_bytes * w.embedding_parameters / c.tensor
     apart = np.maximum(c.devices // c.pipeline * (c.pipeline - 1), 1)
     summed = collective_s(inputs.network, "reduce", table, np.where(c.pipeline > 1, 2, 1), apart)
-    if w.is_frozen:
+    if not w.embedding_learns:
         return 0.0 * summed
     if w.heads_after or w.predict_ahead:
         # Tied, all that look up or score share one table; else the output matrix has its ranks, and the embedding.
@@ -149,7 +149,7 @@ def _last_bucket_share(inputs: CostInputs, weights: Reals, layers: Reals) -> Rea
     before the next forward pass begins: the embedding, or of a stage without one a layer."""
     c, w = inputs.candidates, inputs.workload
     table = np.where(c.pipeline == 1, w.embedding_parameters / c.tensor / weights, 1 / np.maximum(layers, 1))
-    table = 1 / np.maximum(layers, 1) if w.is_frozen else table
+    table = table if w.embedding_learns else 1 / np.maximum(layers, 1)
     return np.minimum(np.maximum(table, LAST_BUCKET_BYTES / (inputs.profile.gradient_bytes * weights)), 1.0)
 
 

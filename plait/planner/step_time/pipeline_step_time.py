@@ -142,7 +142,7 @@ def _stage_action_times(
     behind = 1 + w.predict_ahead  # the model's own head, and prediction ahead
     head_s, ahead = behind * times.head_s[rows], w.layers_and_depths - w.layers
     computing[-1] += head_s + ahead * times.layer_s[rows]
-    weight[-1] += ahead * times.weight_gradients_s[rows] + (0.0 if w.is_frozen else head_s / 3)
+    weight[-1] += ahead * times.weight_gradients_s[rows] + (head_s / 3 if w.head_learns else 0.0)
     forward = computing * times.forward_share[rows] + launching / 3 + waiting / 2
     weight = weight + launching / 3
     middle = np.array(heads_of_stages(w, layers))[:, None] * times.head_s[rows]

@@ -107,12 +107,13 @@ def head_time(
     tokens, columns = local_tokens(workload, candidates), workload.vocabulary / candidates.tensor
     there = product_s(rates, tokens, workload.width, columns, flops=rates.high_precision_flops)
     back = product_s(rates, tokens, columns, workload.width, flops=rates.high_precision_flops)
-    if not workload.is_frozen:
+    if workload.head_learns:
         back = back + product_s(rates, workload.width, tokens, columns, flops=rates.high_precision_flops)
     each = profile.logit_bytes / rates.stream_bytes_per_s + rates.kernels.logit_flops / rates.high_precision_flops
     loss = tokens * columns * each
     back = back + (workload.logit_passes - 1) * (there + loss / 2)
-    tables = 0.0 * columns if workload.is_frozen else (1 if workload.tied else 2) * workload.width * columns
+    learning = workload.embedding_learns + (workload.head_learns and not workload.tied)
+    tables = learning * workload.width * columns
     return there + loss / 2, back + loss / 2 + tables * GRADIENT_ACCUMULATION_BYTES / rates.stream_bytes_per_s
 
 
