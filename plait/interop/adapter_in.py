@@ -174,10 +174,10 @@ def _tables(
     rows = {len(one) if one.ndim == 2 and one.shape[1] == shape.width else 0 for one in found.values()}
     brings_all = len(found) == len(modules) or (shape.tied and (not listed or config.get("ensure_weight_tying")))
     if rows and (len(rows) > 1 or min(rows) < shape.vocabulary or (max(rows) > shape.vocabulary and not brings_all)):
-        name, one = next(iter(found.items()))
+        table, one = next(iter(found.items()))
         raise PlaitError(
-            f"the adapter in {folder} is of another base: its {name} has the shape {list(one.shape)}, and this model "
-            f"asks for {[shape.vocabulary, shape.width]}; name the model that it was trained on"
+            f"the adapter in {folder} is of another base: its {modules[table]} has the shape {list(one.shape)}, and "
+            f"this model asks for {[shape.vocabulary, shape.width]}; name the model that it was trained on"
         )
     return found
 

@@ -126,7 +126,7 @@ def adapter_config(shape: ModelShape, family: str, modules: list[PeftModule], ba
         "layers_to_transform": None,
         "lora_alpha": _plain(adapter.alpha),
         "lora_bias": False,
-        "lora_dropout": 0.0,
+        "lora_dropout": adapter.dropout,
         "modules_to_save": saved or None,
         "peft_type": "LORA",
         "r": adapter.rank,

@@ -49,6 +49,8 @@ class AdapterShape:
     """Applies to all frozen matrices in layers, with an adapter or without (QLoRA)."""
     modules_to_save: tuple[SavedModule, ...] = ()
     """Tables that are trained whole, and stored with the adapter. A tied head is part of the embedding."""
+    dropout: float = 0.0
+    """The probability with which a number of what an adapter reads is zero in training (dropout.py)."""
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
@@ -68,6 +70,8 @@ class AdapterShape:
                     + ", ".join(get_args(AdapterTarget))
                 )
 
+        if not 0 <= self.dropout < 1:
+            raise PlaitError(f"an adapter's dropout is {self.dropout}; choose a number from 0 to below 1")
         if unknown := set(self.modules_to_save) - set(get_args(SavedModule)):
             raise PlaitError(f"modules_to_save has {min(unknown)!r}; choose among {', '.join(get_args(SavedModule))}")
 
@@ -86,7 +90,7 @@ def adapter_from(values: Mapping[str, Any]) -> AdapterShape:
 def adapter_values(adapter: AdapterShape) -> dict[str, Any]:
     """Plain values for JSON, without the fields that earlier versions lack where they are not used."""
     values = asdict(adapter)
-    later = {"quantization": "none", "modules_to_save": ()}
+    later = {"quantization": "none", "modules_to_save": (), "dropout": 0.0}
     return {name: value for name, value in values.items() if name not in later or value != later[name]}
 
 

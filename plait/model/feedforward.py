@@ -27,14 +27,15 @@ class FeedForward(nn.Module):
         self.up = Linear(shape.width, ffn, bias=bias, adapter=shape.adapter_of("feedforward.up"))
         self.down = Linear(ffn, shape.width, bias=bias, adapter=shape.adapter_of("feedforward.down"))
 
-    def forward(self, x_nd: Tensor) -> Tensor:
-        return self.down(self.inner(x_nd))
+    def forward(self, x_nd: Tensor, noise_n: Tensor | None = None) -> Tensor:
+        """`noise_n` are the tokens' hashes in this layer, where adapters drop some of what they read."""
+        return self.down(self.inner(x_nd, noise_n), noise_n)
 
-    def inner(self, x_nd: Tensor) -> Tensor:
+    def inner(self, x_nd: Tensor, noise_n: Tensor | None = None) -> Tensor:
         """What the down projection is given."""
         x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product
-        gate_nf = self.gate(x_nd) if self.activation in GATED else None
-        return activated(self.activation, gate_nf, self.up(x_nd))
+        gate_nf = self.gate(x_nd, noise_n) if self.activation in GATED else None
+        return activated(self.activation, gate_nf, self.up(x_nd, noise_n))
 
 
 def activated(activation: str, gate_nf: Tensor | None, up_nf: Tensor) -> Tensor:

@@ -14,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.attention import Cache, Documents, Rows
+<<<<<<< HEAD
 from plait.model.feedforward import FeedForward, activated
+=======
+from plait.model.dropout import input_salt, layer_noise, token_noise
+from plait.model.feedforward import FeedForward
+>>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
 from plait.model.latent_attention import make_attention
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.mixture import Mixture
@@ -53,6 +58,11 @@ class GPT(nn.Module):
         self.lenders: tuple[GPT, ...] = ()
         """Parts on the same rank that hold the tables which this one borrows; no modules of this one."""
         self.rotary, self.window_rotary = make_rotaries(shape, shape.sequence)
+        self.dropout_seed = 0
+        """Of adapters' dropout, which a training run sets."""
+        for name, module in self.layers.named_modules():
+            if isinstance(module, Linear) and module.dropout:
+                module.salt = input_salt(name.partition(".")[2])
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(is_trained(name, shape))
 
@@ -72,7 +82,8 @@ class GPT(nn.Module):
         A part that does not begin with the embedding takes the stream that the part before it gave. Positions count
         from 0 in each row (from the cache's length where there is one) unless given; documents need them given,
         restarting with each document. `counted_n` says which tokens enter the loss, for experts' loads; None: all;
-        `numbers_n` which tokens of the run they are, for experts that were chosen before. With `objectives` the
+        `numbers_n` which tokens of the run they are, for experts that were chosen before, and for adapters' dropout,
+        which there is only where these are known and gradients are wanted. With `objectives` the
         backward pass of the result is that of their losses, too.
         """
         if positions_bt is None:
@@ -93,10 +104,18 @@ class GPT(nn.Module):
             numbers_n=numbers_n,
             positions_bt=positions_bt if self.shape.delta is not None else None,
         )
+<<<<<<< HEAD
         inputs = () if inputs_nld is None else inputs_nld.unbind(1)
         for number in self.part.layers:
             own = replace(rows, layer_input=inputs[number]) if inputs else rows
             hidden_nd = self.layers[str(number)](hidden_nd, own)
+=======
+        noise_n = self._noise(numbers_n)
+        for number in self.part.layers:
+            if noise_n is not None:
+                rows = replace(rows, noise_n=layer_noise(noise_n, number))
+            hidden_nd = self.layers[str(number)](hidden_nd, rows)
+>>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
             if objectives is not None and str(number + 1) in self.auxiliary:
                 head, loss = self.auxiliary[str(number + 1)], objectives.losses[f"layer_{number + 1}"]
                 hidden_nd = head(hidden_nd, self.head_weight(), loss)
@@ -122,6 +141,14 @@ class GPT(nn.Module):
             loss = objectives.losses[f"ahead_{name}"]
             carrier_nd = hand_over(carrier_nd, hidden_nd, self.head_weight(), own.norm, loss)
         return carrier_nd
+
+    def _noise(self, numbers_n: Tensor | None) -> Tensor | None:
+        """The tokens' hashes for adapters' dropout; None where nothing is dropped."""
+        if self.shape.adapter is None or not self.shape.adapter.dropout:
+            return None
+        if numbers_n is None or not torch.is_grad_enabled():
+            return None
+        return token_noise(numbers_n, self.dropout_seed)
 
     def layer_of_depth(self, depth: int) -> int:
         """The number of the layer that predicts `depth` tokens beyond the next."""
@@ -269,11 +296,16 @@ def run_layer(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
     if isinstance(layer.feedforward, Mixture):
         inner_nd = layer.feedforward(normed_nd, rows)
     else:
+<<<<<<< HEAD
         inner_nd = layer.feedforward(normed_nd)
     stream_nd = torch.add(stream_nd, layer.feedforward_post_norm(inner_nd), alpha=share)
     if layer.inputs is not None:
         stream_nd = layer.inputs(stream_nd, rows.layer_input)
     return stream_nd if layer.multiplier is None else stream_nd * layer.multiplier.to(stream_nd.dtype)
+=======
+        inner_nd = layer.feedforward(normed_nd, rows.noise_n)
+    return torch.add(stream_nd, layer.feedforward_post_norm(inner_nd), alpha=share)
+>>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
 
 
 def capped(scores: Tensor, cap: float) -> Tensor:

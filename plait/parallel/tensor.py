@@ -30,8 +30,9 @@ from plait.model.delta_attention import DeltaAttention
 from plait.model.feedforward import FeedForward
 from plait.model.gpt import GPT, Embedding, Layer, joined_layer_inputs
 from plait.model.latent_attention import LatentAttention
-from plait.model.linear import Around, Multiply, to_compute_precision
+from plait.model.linear import Around, Linear, Multiply, to_compute_precision
 from plait.model.mixture import Mixture
+from plait.model.names import ADAPTER_A
 from plait.model.shape import ModelShape
 from plait.parallel.collectives import SPREAD_TAG, SUM_TAG, all_gather, reduce_scatter, spread_own, sum_parts
 from plait.parallel.compile import outside_graphs
@@ -73,6 +74,8 @@ def cut_weights(chunk: GPT, parts: int, index: int) -> None:
         for dim, (first, length) in enumerate(zip(box.offset, box.extent, strict=True)):
             kept = kept.narrow(dim, first, length)
         path, _, last = name.rpartition(".")
+        if last == ADAPTER_A and isinstance(layer := chunk.get_submodule(path), Linear):
+            layer.first_input = box.offset[1]
         chunk.get_submodule(path).register_parameter(
             last, nn.Parameter(kept.clone(memory_format=torch.contiguous_format), requires_grad=weight.requires_grad)
         )
@@ -132,9 +135,9 @@ def split_latent_attention(attention: LatentAttention, stream: SequenceSplit) ->
 def split_feedforward(feedforward: FeedForward, stream: SequenceSplit) -> None:
     """The feed-forward half takes and gives this rank's rows, and computes its part of the width for all rows."""
 
-    def gather(_: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
-        (x_md,) = arguments
-        return (stream.gather(to_compute_precision(x_md), len(x_md) * stream.parts),)
+    def gather(_: nn.Module, arguments: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        x_md, noise_n = arguments
+        return stream.gather(to_compute_precision(x_md), len(x_md) * stream.parts), noise_n
 
     feedforward.register_forward_pre_hook(gather)
     feedforward.down.around = with_all_reduce(stream)

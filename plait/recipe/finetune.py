@@ -13,7 +13,7 @@ FinetuneMethod = Literal["full", "lora", "qlora"]
 ADAPTER_METHODS: tuple[FinetuneMethod, ...] = ("lora", "qlora")
 """The methods that train adapters alone."""
 FinetuneObjective = Literal["sft", "dpo", "orpo", "simpo"]
-_LORA_KEYS = ("rank", "alpha", "targets", "variant", "modules_to_save")
+_LORA_KEYS = ("rank", "alpha", "targets", "variant", "modules_to_save", "dropout")
 _OBJECTIVES_OF_KEYS: dict[str, tuple[FinetuneObjective, ...]] = {
     "label_smoothing": ("dpo", "simpo"),
     "reference": ("dpo",),
@@ -38,6 +38,9 @@ class FinetuneSection(RecipeSection):
     """"rslora" divides by the root of the rank (Kalajdzievski 2023)."""
     modules_to_save: tuple[str, ...] = ()
     """Vocabulary tables that are trained whole beside the adapters: ["embed_tokens", "lm_head"]; for new tokens."""
+
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """LoRA's lora_dropout: the probability with which each number that an adapter reads is zero in training."""
 
     objective: FinetuneObjective = "sft"
     """"sft": from examples; "dpo", "orpo" or "simpo": from pairs of a preferred and a rejected answer."""

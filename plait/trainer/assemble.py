@@ -122,7 +122,9 @@ class Assembly:
         that are recomputed, pairs of answers and objectives beside the next token are left out: nobody measured them.
         """
         layout, job, arithmetic = self.plan.placement.layout, self.plan.job, self.plan.arithmetic
-        usual = job.shape.mixture is None and not job.shape.objectives.weights and self.pairs is None
+        adapter = job.shape.adapter
+        drops = adapter is not None and adapter.dropout > 0  # by tokens' numbers, which a recording does not have
+        usual = job.shape.mixture is None and not job.shape.objectives.weights and self.pairs is None and not drops
         alone = layout.world_size == 1 and layout.recompute == "none"
         # In float32, and in fp16 on old GPUs, each document is a kernel of its own.
         documents = job.documents == "join" or arithmetic.precision == "bf16"
@@ -198,7 +200,12 @@ def assemble(
         stages,
     )
     for chunk in sharded.chunks:
+<<<<<<< HEAD
         reset_kept_values(chunk)
+=======
+        reset_biases(chunk)
+        chunk.dropout_seed = config.run.seed
+>>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
     fill_first_weights(sharded, plan, config.run.seed, which="all" if initialize else "frozen")
     corpus, overlong = open_corpus(Path(plan.job.corpus)), config.data.overlong
     samples = select_samples(plan, layout, sums.index, device)

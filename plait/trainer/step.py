@@ -175,13 +175,19 @@ def make_forward(autocast: Autocast, auxiliary: AuxiliaryLosses | None = None) -
 
     def forward(chunk: GPT, micro: Micro, stream_nd: Tensor | None) -> Tensor:
         documents = None if micro.lengths is None else Documents(lengths=micro.lengths, ends=micro.ends)
-        of_tokens: dict[str, Tensor | None] = {}
-        if chunk.shape.mixture is not None:
-            numbers_n = None if micro.numbers is None else micro.numbers.flatten()
-            of_tokens = {"counted_n": (micro.targets != IGNORED).flatten(), "numbers_n": numbers_n}
+        numbers_n = None if micro.numbers is None else micro.numbers.flatten()
+        counted_n = None if chunk.shape.mixture is None else (micro.targets != IGNORED).flatten()
         more = None if auxiliary is None else auxiliary.of(micro)
         with autocast():
-            return chunk(micro.inputs, micro.positions, documents, stream_nd=stream_nd, objectives=more, **of_tokens)
+            return chunk(
+                micro.inputs,
+                micro.positions,
+                documents,
+                stream_nd=stream_nd,
+                counted_n=counted_n,
+                numbers_n=numbers_n,
+                objectives=more,
+            )
 
     return forward
 

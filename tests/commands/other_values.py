@@ -35,6 +35,7 @@ OTHER_VALUES = {
     "finetune.targets": '["attention"]',
     "finetune.variant": "rslora",
     "finetune.modules_to_save": '["embed_tokens"]',
+    "finetune.dropout": "0.1",
     "finetune.quantization": "int8",
     "finetune.objective": "dpo",
     "finetune.beta": "0.5",
@@ -145,7 +146,15 @@ BESIDE = {
     "model.from": ("model.size=auto",),
     "finetune.method": TUNED,
     **dict.fromkeys(
-        ("finetune.rank", "finetune.alpha", "finetune.targets", "finetune.variant", "finetune.modules_to_save"), LORA
+        (
+            "finetune.rank",
+            "finetune.alpha",
+            "finetune.targets",
+            "finetune.variant",
+            "finetune.modules_to_save",
+            "finetune.dropout",
+        ),
+        LORA,
     ),
     "finetune.quantization": (*TUNED, "finetune.method=qlora"),
     "finetune.objective": (*TUNED, "finetune.method=full"),

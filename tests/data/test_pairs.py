@@ -88,6 +88,23 @@ def test_what_is_no_pair_is_refused_in_one_sentence(values: dict[str, Any], sent
 Prepare = Callable[..., Corpus]
 
 
+def test_sources_of_pairs_are_mixed_by_their_weights(tmp_path: Path, tokenizer_folder: Path) -> None:
+    counts, sources = (40, 8), list[Source]()
+    for name, count, weight in zip(("a", "b"), counts, (3.0, 1.0), strict=True):
+        rows = [{"prompt": f"{name} {n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources.append(Source(str(tmp_path / f"{name}.jsonl"), weight))
+    request = DataRequest(sources=tuple(sources), tokenizer=str(tokenizer_folder), vocabulary=None, holdout=0.0)
+    corpus = open_corpus(prepare_corpus(request, tmp_path / "cache", lambda *_: None))
+    reader = training_samples(corpus, 1, 96)
+    windows = [reader.read(reader.places(np.array([position]))).pairs for position in range(1000)]
+    origins = [{int(number >= counts[0]) for number in one.numbers} for one in windows if one is not None]
+    assert len(origins) == 1000 and all(len(one) == 1 for one in origins), "a window holds pairs of one source"
+    assert sum(one.pop() for one in origins) == 250
+    read = np.concatenate([one.numbers for one in windows if one is not None])
+    assert set(read.tolist()) == set(range(sum(counts)))
+
+
 @pytest.fixture
 def prepare(tmp_path: Path, tokenizer_folder: Path) -> Prepare:
     def corpus(*rows: dict[str, Any], holdout: float = 0.0, **options: Any) -> Corpus:

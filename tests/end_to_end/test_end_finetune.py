@@ -106,9 +106,10 @@ def test_kill_9_and_go_on_bit_for_bit(home: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_one_worker_goes_on_with_the_adapter_that_two_trained(method: str, home: Place) -> None:
-    (home.folder / "go.toml").write_text(RECIPE.replace('"lora"', f'"{method}"'))
+@pytest.mark.parametrize("kind", ["lora", "qlora", "dropout"])
+def test_one_worker_goes_on_with_the_adapter_that_two_trained(kind: str, home: Place) -> None:
+    dropped = '"lora"\ndropout = 0.3'
+    (home.folder / "go.toml").write_text(RECIPE.replace('"lora"', dropped if kind == "dropout" else f'"{kind}"'))
     # At the recipe's rate the last bits, in which two workers differ from one, grow to 6e-4 within these steps.
     fixed = ("optimizer.schedule=constant", "optimizer.warmup_steps=2", "optimizer.lr=0.002", "--no-check")
     run(home, "train", "go.toml", "run.name=two", "train.budget=12 steps", *fixed)

@@ -254,12 +254,15 @@ def adapted(
     variant: AdapterVariant = "lora",
     rank: int = 3,
     saved: tuple[SavedModule, ...] = (),
+    dropout: float = 0.0,
 ) -> ModelShape:
     """A family with an adapter beside these linear layers, or beside all of them, and with tables that are trained
     whole."""
     shape = {**FAMILIES, **NOT_EVERYWHERE}[family]
     targets = targets or linear_layers(shape)
-    adapter = AdapterShape(rank=rank, alpha=5.0, targets=targets, variant=variant, modules_to_save=saved)
+    adapter = AdapterShape(
+        rank=rank, alpha=5.0, targets=targets, variant=variant, modules_to_save=saved, dropout=dropout
+    )
     return replace(shape, adapter=adapter)
 
 
@@ -271,6 +274,7 @@ ADAPTED_EVERY_DAY: dict[str, tuple[ModelShape, Layout]] = {
     "zero-bubble": (adapted("qwen3"), Layout(pipeline=2, stage_layers=(5, 3), schedule="zero-bubble")),
     "context × tensor": (adapted("odd groups"), Layout(context=2, tensor=2)),
     "tied tables, pipeline": (adapted("qwen2", saved=("embedding",)), Layout(pipeline=2, stage_layers=_TWO)),
+    "dropout, context × tensor": (adapted("odd groups", dropout=0.3), Layout(context=2, tensor=2)),
 }
 _TABLES: tuple[SavedModule, ...] = ("embedding", "head")
 ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
@@ -282,6 +286,19 @@ ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
     "values alone": (adapted("qwen2", targets=("attention.v",)), Layout(tensor=2, context=2, recompute="full")),
     "one target": (adapted("qwen3", targets=("feedforward.down",)), Layout(pipeline=2, stage_layers=_TWO, tensor=2)),
     "rank 1": (adapted("gpt2", rank=1), Layout(shard=2, tensor=2, shard_what="parameters")),
+    "dropout, copies": (adapted("gpt2", dropout=0.1), Layout(replicate=3)),
+    "dropout, zero-bubble": (
+        adapted("qwen3", dropout=0.5),
+        Layout(pipeline=2, stage_layers=_TWO, replicate=2, schedule="zero-bubble"),
+    ),
+    "dropout, interleaved × shard": (
+        adapted("qwen2", dropout=0.2, saved=("embedding",)),
+        Layout(pipeline=2, stage_layers=_VIRTUAL, shard=2, schedule="interleaved", recompute="selective"),
+    ),
+    "dropout, parameters × tensor, recomputed": (
+        adapted("llama", dropout=0.3),
+        Layout(shard=2, tensor=2, shard_what="parameters", recompute="full"),
+    ),
     "tables, copies": (adapted("llama", saved=_TABLES), Layout(replicate=3)),
     "tables, shard × tensor": (adapted("qwen3", saved=_TABLES), Layout(shard=2, tensor=2)),
     "tables, parameters": (adapted("llama", saved=_TABLES), Layout(shard=3, shard_what="parameters")),
@@ -335,6 +352,7 @@ ADAPTED_LONG: dict[str, tuple[ModelShape, Layout]] = {
 }
 ADAPTED_UNEQUAL: dict[str, tuple[ModelShape, Layout, tuple[int, ...]]] = {
     "shard": (adapted("qwen3"), Layout(shard=2), (3, 1)),
+    "dropout": (adapted("qwen3", dropout=0.3), Layout(replicate=2), (3, 1)),
     "shard parameters": (adapted("qwen2"), Layout(shard=3, shard_what="parameters"), (1, 1, 30)),
     "zero-bubble": (
         adapted("gpt2"),

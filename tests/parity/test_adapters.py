@@ -86,9 +86,10 @@ def plan_in(folder: Path, shape: ModelShape) -> Plan:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("kind", ["full", "adapter"])
+@pytest.mark.parametrize("kind", ["full", "adapter", "dropout"])
 def test_micro_batches_of_any_size_give_the_same_gradients(kind: str, tmp_path: Path) -> None:
-    shape = adapted("qwen3") if kind == "adapter" else replace(adapted("qwen3"), adapter=None)
+    shape = adapted("qwen3", dropout=0.3 if kind == "dropout" else 0.0)
+    shape = replace(shape, adapter=None) if kind == "full" else shape
     plan = plan_in(tmp_path, shape)
     assemblies = [
         assemble(

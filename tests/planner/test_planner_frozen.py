@@ -138,7 +138,8 @@ def test_tables_that_learn_cost_what_tables_cost(layout: str) -> None:
     assert max(more[1], more[2]) == pytest.approx(table, rel=0.01)
     assert all(one.parameters[0] == pytest.approx(memory[0].parameters[0], rel=1e-6) for one in memory)
     steps = [step_of(one, row) for one in (none, embedding, head, both)]
-    assert steps[0].head[0] <= steps[1].head[0] <= steps[3].head[0] and steps[0].head[0] < steps[2].head[0]
+    assert steps[0].head[0] <= steps[1].head[0] <= steps[3].head[0]
+    assert steps[0].head[0] < steps[2].head[0] or ends_apart, "in a pipeline the head counts with its stage"
     assert steps[0].optimizer[0] < steps[3].optimizer[0]
 
 

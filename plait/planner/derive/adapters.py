@@ -80,6 +80,7 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Der
         variant=requested.variant,
         quantization=kept,
         modules_to_save=saved,
+        dropout=requested.dropout,
     )
     whole = replace(shape, adapter=adapter)
     some = "all linear layers" if requested.targets == "auto" else ", ".join(targets)

@@ -7,6 +7,7 @@ import numpy as np
 from plait.planner.problem.candidates import RECOMPUTE_MODES, Candidates, Reals
 from plait.planner.problem.expert_loads import busiest_rank_load
 from plait.planner.problem.software_profile import SoftwareProfile
+from plait.planner.problem.trained_weights import dropped_numbers
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
@@ -50,6 +51,8 @@ def layer_activations(w: Workload, c: Candidates, profile: SoftwareProfile) -> R
     narrow = 2.0 * w.adapter_rank * len(w.adapter_targets)
     if w.is_frozen:  # compiled layers norm again where products need it; adapters keep what they are given
         narrow = narrow + 4.0 * w.width / stream
+    # Products keep what dropout left of their inputs, and the masks of a byte.
+    narrow = narrow + 2.0 * (w.element_bytes + 1) / w.element_bytes * dropped_numbers(w, c)[0]
     held = streamed + attention - less * heads + inner + routed + narrow
     states = FLOAT32_BYTES * tokens * w.delta_numbers / c.tensor
     return tokens * held * (w.element_bytes / 2) + states + scores_held(w, c, profile)

@@ -202,7 +202,7 @@ def _bytes_per_load(w: Workload, c: Candidates, profile: SoftwareProfile) -> Map
         + block_bytes(w, c, UNFUSED_SCORES),
         ("logits", "head"): np.minimum(tokens * w.vocabulary / c.tensor, profile.logits_at_once)
         * (profile.logit_copies_bytes + CAPPED_LOGIT_BYTES * w.capped_logits)
-        + (_head_copies(w, profile) - number * (rounded_head & (not w.is_frozen))) * table,
+        + (_head_copies(w, profile) - number * (rounded_head & w.head_learns)) * table,
         ("fixed", "once"): profile.fixed_bytes + np.where(rule > 0, profile.other.bucket_bytes, 0.0),
     }
 

@@ -18,7 +18,12 @@ from numpy.typing import NDArray
 from plait.planner.memory.activations import FLOAT32_BYTES, HOST_UNFUSED_SCORES, block_bytes, kept_logsumexps
 from plait.planner.problem.candidates import RECOMPUTE_MODES, SCHEDULES, Candidates, Counts, Reals
 from plait.planner.problem.stage_partition import micro_batches_per_step
-from plait.planner.problem.trained_weights import adapter_parameters, dequantized_parameters, local_target_sizes
+from plait.planner.problem.trained_weights import (
+    adapter_parameters,
+    dequantized_parameters,
+    dropped_numbers,
+    local_target_sizes,
+)
 from plait.planner.problem.workload import Workload
 from plait.planner.step_time.roofline import local_tokens
 
@@ -93,6 +98,10 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     whole = 2 * stream + product + attention["kept"] + sums + wide_kept * wide
     whole = whole + w.post_norms * stream  # what they norm, in float32
     whole = whole + number * w.adapter_rank * len(w.adapter_targets)  # between an adapter's two products
+    # What dropout leaves of an input is made again in the backward pass, unless the product is deferred.
+    every_input, one_input = dropped_numbers(w, c)
+    dropped = (number + local_tokens(w, c)) * every_input
+    whole = whole + np.where(deferred, dropped, 0.0)
     # "selective" keeps the stream, what products give, and attention's outcome.
     # Of a layer with an adapter both its own product and the sum of both.
     twice = number * sum((outputs for _, outputs in local_target_sizes(w, c)), np.zeros(len(c)))
@@ -105,7 +114,7 @@ def tensor_sizes(w: Workload, c: Candidates) -> TensorSizes:
     # A norm's result is in memory beside its rounded copy as long as the products run.
     unrounded = every / t if narrow else 0.0
     _, largest = dequantized_parameters(w, c)
-    read = w.element_bytes * largest + block_bytes(w, c, HOST_UNFUSED_SCORES)
+    read = w.element_bytes * largest + block_bytes(w, c, HOST_UNFUSED_SCORES) + number * one_input
     return TensorSizes(
         stream=stream,
         product=product,

@@ -49,6 +49,13 @@ def adapter_parameters(w: Workload, c: Candidates) -> Reals:
     return np.add.reduce([np.zeros(len(c)), *(w.adapter_rank * (i + o) for i, o in local_target_sizes(w, c))])
 
 
+def dropped_numbers(w: Workload, c: Candidates) -> tuple[Reals, Reals]:
+    """Numbers per token that one layer's adapters read where some are dropped, on one rank: of all adapters, and of the
+    one that reads most. 0 without dropout."""
+    inputs = [into for into, _ in local_target_sizes(w, c)] if w.adapters_drop else []
+    return sum(inputs, np.zeros(len(c))), np.maximum.reduce([np.zeros(len(c)), *inputs])
+
+
 def repeated_adapter_parameters(w: Workload) -> int:
     """Weights of one layer's adapters that every rank of a tensor group holds, so that their gradients are summed over
     it."""

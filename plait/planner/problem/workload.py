@@ -108,6 +108,8 @@ class Workload:
     """In what the frozen matrices of layers are kept (QLoRA)."""
     saved_modules: tuple[SavedModule, ...] = ()
     """The vocabulary's tables that are trained whole beside adapters; a tied head is part of the embedding."""
+    adapters_drop: bool = False
+    """Whether some of what adapters read is dropped."""
     heads_after: tuple[int, ...] = ()
     """Heads in the middle, each after this many layers, with the model's own output matrix."""
     predict_ahead: int = 0
@@ -246,7 +248,7 @@ class Workload:
         """Whether a sharded output matrix is gathered in 16 bits: one that only the loss of the next token works with
         (parallel/fully_sharded.py)."""
         separate = not self.tied and not self.heads_after and not self.predict_ahead
-        return separate and self.element_bytes == 2 and (self.precision == "bf16" or self.is_frozen)
+        return separate and self.element_bytes == 2 and (self.precision == "bf16" or not self.head_learns)
 
     @property
     def batch_tokens(self) -> int:
@@ -306,6 +308,7 @@ def workload_of(
         adapter_targets=shape.adapter.targets if shape.adapter else (),
         quantization=shape.adapter.quantization if shape.adapter else "none",
         saved_modules=shape.adapter.modules_to_save if shape.adapter else (),
+        adapters_drop=shape.adapter is not None and shape.adapter.dropout > 0,
         heads_after=shape.objectives.heads,
         predict_ahead=shape.objectives.ahead,
     )

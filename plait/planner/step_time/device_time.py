@@ -18,6 +18,7 @@ from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import micro_batches_per_step
 from plait.planner.problem.trained_weights import (
     dequantized_parameters,
+    dropped_numbers,
     local_target_sizes,
     trained_layer_parameters,
 )
@@ -116,6 +117,10 @@ READ_MATRIX_ADDITIONS = 0.6
 thread of an AMD EPYC (model/quantization.py)."""
 
 
+DROP_ADDITIONS = 5.0
+"""How long hashing a number and dropping it takes, over adding one gradient to another (model/dropout.py)."""
+
+
 def _measured_layer_time(w: Workload, measured: MeasuredDevice, candidates: Candidates) -> LayerTime:
     tokens, tensor = local_tokens(w, candidates), candidates.tensor
     ffn = w.ffn / tensor
@@ -177,4 +182,5 @@ def _measured_adapter_times(w: Workload, measured: MeasuredDevice, candidates: C
             back = back + measured_compute.measured_product_s(measured, columns, tokens, inner, form="weight")
         there = there + measured_compute.accumulate_s(measured, tokens * outputs)
         back = back + measured_compute.accumulate_s(measured, tokens * inputs)
-    return there, back
+    dropping = DROP_ADDITIONS * measured_compute.accumulate_s(measured, tokens * dropped_numbers(w, candidates)[0])
+    return there + dropping, back + 2 * dropping

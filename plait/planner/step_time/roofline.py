@@ -15,6 +15,7 @@ from plait.planner.problem.software_profile import SoftwareProfile
 from plait.planner.problem.stage_partition import ranks_of_an_expert
 from plait.planner.problem.trained_weights import (
     dequantized_parameters,
+    dropped_numbers,
     local_target_sizes,
     trained_layer_parameters,
 )
@@ -171,7 +172,9 @@ def _adapter_products(w: Workload, rates: DeviceRates, candidates: Candidates) -
             there, back = there + once, back + 2 * once
         there = there + ADDED_NUMBERS * w.element_bytes * tokens * outputs / rates.stream_bytes_per_s
         back = back + ADDED_NUMBERS * w.element_bytes * tokens * inputs / rates.stream_bytes_per_s
-    return there, back
+    # Each number is read and written, and its mask is written or read.
+    dropping = (2 * w.element_bytes + 1) * tokens * dropped_numbers(w, candidates)[0] / rates.stream_bytes_per_s
+    return there + dropping, back + dropping
 
 
 def _thin_product_s(rates: DeviceRates, rows: Reals, wide: Reals, rank: float) -> Reals:
