@@ -54,11 +54,7 @@ INNER_FLOORS = {
     "launch": {"values": 0, "network": 0, "watching": 1, "in_memory": 1, "local": 2},
     "model": {"names": 0, "adapter_shape": 0, "rope_scaling": 0, "matmul": 0, "parts": 0, "shape": 1, "router": 1,
               "weights": 2, "sizes": 2, "requested_size": 3, "norm": 2, "rotary": 2, "blocked_attention": 2,
-<<<<<<< HEAD
-              "quantization": 1, "masked_attention": 1, "expert_blocks": 0,
-=======
-              "quantization": 1, "masked_attention": 0, "expert_blocks": 0, "dropout": 0,
->>>>>>> d65edab6 (Adapters: weights of data sets in fine-tuning described and tested for pairs, mutants apply, log)
+              "quantization": 1, "masked_attention": 1, "expert_blocks": 0, "dropout": 0,
               "linear": 2, "attention": 3, "feedforward": 3, "prediction_heads": 3, "mixture": 4,
               "delta_rule": 2, "delta_attention": 4, "latent_attention": 5, "gpt": 6, "init": 7, "adapters": 7},
     "parallel": {"watched": -1, "collectives": 0, "launcher_store": 0, "communicator": 0, "sharded_model": 0,
