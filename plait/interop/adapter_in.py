@@ -134,6 +134,7 @@ def _with_tables(model: GPT, adapter: LoadedAdapter) -> GPT:
         path, _, leaf = name.rpartition(".")
         own = tables[name] if name in tables else base[name].data
         setattr(changed.get_submodule(path), leaf, nn.Parameter(own, requires_grad=False))
+    share_kept_values(model, changed)
     return changed.eval()
 
 

@@ -205,21 +205,14 @@ class Attention(nn.Module):
     def forward(self, x_nd: Tensor, rows: Rows) -> Tensor:
         heads = (rows.rows, rows.tokens, -1, self.head_width)
         x_nd = to_compute_precision(x_nd)  # once: autocast would keep a copy for each product
-<<<<<<< HEAD
-        made_v_bthd = None if self.v is None else self.v(x_nd).view(heads)
-        made_nd, gate_bthd = self.q(x_nd), None
+        made_v_bthd = None if self.v is None else self.v(x_nd, rows.noise_n).view(heads)
+        made_nd, gate_bthd = self.q(x_nd, rows.noise_n), None
         # On GPUs autocast has norms answer in float32, which attention's fast kernels do not take.
         if self.is_gated:
             made_bthd, gate_bthd = made_nd.view(rows.rows, rows.tokens, -1, 2 * self.head_width).chunk(2, dim=-1)
             q_bthd = self.q_norm(made_bthd).to(made_nd.dtype)
         else:
             q_bthd = self.q_norm(self.queries_norm(made_nd).view(heads)).to(made_nd.dtype)
-=======
-        v_bthd = self.v(x_nd, rows.noise_n).view(heads)
-        # On GPUs autocast has norms answer in float32, which attention's fast kernels do not take.
-        q_bthd = self.q_norm(self.queries_norm(self.q(x_nd, rows.noise_n)).view(heads)).to(v_bthd.dtype)
-        k_bthd = self.k_norm(self.keys_norm(self.k(x_nd, rows.noise_n)).view(heads)).to(v_bthd.dtype)
->>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
         local = self.window > 0 and rows.window_rotation is not None
         rotation = (rows.window_rotation if local else rows.rotation) if self.is_rotated else None
         if self.k is None:
@@ -237,13 +230,9 @@ class Attention(nn.Module):
             mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window, self.cap, self.sinks)
         else:
             mixed_bthd = self.attend(q_bthd, k_bthd, v_bthd, rows.documents, self.window)
-<<<<<<< HEAD
         if gate_bthd is not None:
             mixed_bthd = mixed_bthd * gate_bthd.sigmoid()
-        return self.o(mixed_bthd.reshape(len(x_nd), -1))
-=======
         return self.o(mixed_bthd.reshape(len(x_nd), -1), rows.noise_n)
->>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
 
     def _keys_and_values(
         self, made_nd: Tensor, made_v_bthd: Tensor | None, rows: Rows, rotation: Rotation | None

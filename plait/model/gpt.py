@@ -14,12 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plait.model.attention import Cache, Documents, Rows
-<<<<<<< HEAD
-from plait.model.feedforward import FeedForward, activated
-=======
 from plait.model.dropout import input_salt, layer_noise, token_noise
-from plait.model.feedforward import FeedForward
->>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
+from plait.model.feedforward import FeedForward, activated
 from plait.model.latent_attention import make_attention
 from plait.model.linear import Linear, to_compute_precision
 from plait.model.mixture import Mixture
@@ -104,18 +100,13 @@ class GPT(nn.Module):
             numbers_n=numbers_n,
             positions_bt=positions_bt if self.shape.delta is not None else None,
         )
-<<<<<<< HEAD
         inputs = () if inputs_nld is None else inputs_nld.unbind(1)
-        for number in self.part.layers:
-            own = replace(rows, layer_input=inputs[number]) if inputs else rows
-            hidden_nd = self.layers[str(number)](hidden_nd, own)
-=======
         noise_n = self._noise(numbers_n)
         for number in self.part.layers:
+            own = replace(rows, layer_input=inputs[number]) if inputs else rows
             if noise_n is not None:
-                rows = replace(rows, noise_n=layer_noise(noise_n, number))
-            hidden_nd = self.layers[str(number)](hidden_nd, rows)
->>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
+                own = replace(own, noise_n=layer_noise(noise_n, number))
+            hidden_nd = self.layers[str(number)](hidden_nd, own)
             if objectives is not None and str(number + 1) in self.auxiliary:
                 head, loss = self.auxiliary[str(number + 1)], objectives.losses[f"layer_{number + 1}"]
                 hidden_nd = head(hidden_nd, self.head_weight(), loss)
@@ -296,16 +287,11 @@ def run_layer(layer: Layer, stream_nd: Tensor, rows: Rows) -> Tensor:
     if isinstance(layer.feedforward, Mixture):
         inner_nd = layer.feedforward(normed_nd, rows)
     else:
-<<<<<<< HEAD
-        inner_nd = layer.feedforward(normed_nd)
+        inner_nd = layer.feedforward(normed_nd, rows.noise_n)
     stream_nd = torch.add(stream_nd, layer.feedforward_post_norm(inner_nd), alpha=share)
     if layer.inputs is not None:
         stream_nd = layer.inputs(stream_nd, rows.layer_input)
     return stream_nd if layer.multiplier is None else stream_nd * layer.multiplier.to(stream_nd.dtype)
-=======
-        inner_nd = layer.feedforward(normed_nd, rows.noise_n)
-    return torch.add(stream_nd, layer.feedforward_post_norm(inner_nd), alpha=share)
->>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
 
 
 def capped(scores: Tensor, cap: float) -> Tensor:

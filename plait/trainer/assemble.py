@@ -200,12 +200,8 @@ def assemble(
         stages,
     )
     for chunk in sharded.chunks:
-<<<<<<< HEAD
         reset_kept_values(chunk)
-=======
-        reset_biases(chunk)
         chunk.dropout_seed = config.run.seed
->>>>>>> d7d24c43 (finetune.dropout: LoRA's dropout, the same on every layout)
     fill_first_weights(sharded, plan, config.run.seed, which="all" if initialize else "frozen")
     corpus, overlong = open_corpus(Path(plan.job.corpus)), config.data.overlong
     samples = select_samples(plan, layout, sums.index, device)

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from plait.data.index import SampleLayout
 from plait.data.samples.sizes import CorpusSizes, Overlong
 from plait.errors import PlaitError
+from plait.model.names import LAYER_TABLE
 from plait.model.parts.objectives import OBJECTIVE_KEYS, objectives_of_keys
 from plait.model.requested_size import named_size, parameters_of_size, shape_of_size
-from plait.model.shape import ModelShape, parameter_count
+from plait.model.shape import ModelShape, parameter_count, weight_sizes
 from plait.model.sizes import MODEL_SIZES, explicit_shape, nearest_size
 from plait.planner.derive import published_rules
 from plait.planner.derive.adapters import adapter_for, saved_modules
@@ -449,6 +450,11 @@ def grown_shape(shape: ModelShape, entries: int, added: int, finetune: FinetuneS
         raise PlaitError(
             f"{has}: adapters leave the embedding as it is, so that new tokens would never be learned; write "
             f"finetune.modules_to_save = {tables}, or take the added tokens out of the tokenizer"
+        )
+    if finetune.method in ADAPTER_METHODS and LAYER_TABLE in weight_sizes(shape):
+        raise PlaitError(
+            f"{has}: this model has a table of tokens for its layers, too, which stays frozen beside adapters; write "
+            'finetune.method = "full", or take the added tokens out of the tokenizer'
         )
     reason = (
         f"vocabulary {entries}: {counted(new, 'row')} for tokens that were added to the tokenizer, each the mean of "
