@@ -45,9 +45,8 @@ def _read_heads(values: ConfigValues) -> Fields:
 def _heads_of_full_layers(base: _Heads, values: ConfigValues) -> _Heads:
     """The heads that per_layer_config gives all layers without a window, and no other."""
     table, layers = values["per_layer_config"], layers_of(values)
-    table = {} if table is None else table
-    if not isinstance(table, Mapping):
-        raise PlaitError("per_layer_config in config.json is not a table of layers; correct it")
+    if not isinstance(table, Mapping):  # what null means transformers forgets when it writes the config again
+        raise PlaitError("per_layer_config in config.json is not a table of layers; correct it, or remove it")
     kinds = values.get("layer_types") or [
         FULL if (layer + 1) % 6 == 0 or layer + 1 == layers else "" for layer in range(layers)
     ]
