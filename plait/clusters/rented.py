@@ -223,9 +223,11 @@ def _waiting_for_restart(job: ClusterJob) -> list[str]:
     """Runs the agent, which saves at a signal. A node that needs a lost one waits until dstack, which gives a run up
     for any failure of its own, starts all of them again."""
     return [
-        "trap 'kill -s TERM $!' INT TERM",
+        "stopped=; trap 'stopped=1; kill -s TERM $!' INT TERM",
         f"{_agent(job)} &",
-        "code=; until wait $!; code=$?; ! kill -0 $! 2>/dev/null; do :; done",
+        # A signal ends wait with its own number, and the agent's follows from the next one.
+        "code=0; wait $! || code=$?",
+        'while [ -n "$stopped" ]; do stopped= code=0; wait $! || code=$?; done',
         f"[ $code != {REQUEUE_EXIT} ] || sleep {RESTARTED_WITHIN_S}",
         "exit $code",
     ]

@@ -201,6 +201,7 @@ def test_the_text_of_gemma_4_is_read_with_keys_that_nothing_reads(tmp_path: Path
     inner = {
         **values_of("gemma4_text"), "layer_types": ["sliding_attention", "full_attention"] * 2,
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "per_layer_config": None, "rope_parameters": None,
+        "tie_word_embeddings": True,
     }  # fmt: skip
     del inner["per_layer_config"]
     theirs = random_model(CONFIG_MAPPING["gemma4"](text_config=inner, vision_config=None, audio_config=None))

@@ -251,12 +251,12 @@ def test_gains_of_larger_micro_batches_are_those_of_a_real_run(
 
 def test_a_short_run_spends_its_time_starting(alone: Plan) -> None:
     steps = round(5 / step_s(priced(alone)))
-    few = changed(alone, steps=steps)
+    few, seconds = changed(alone, steps=steps), steps * step_s(priced(alone))
     one = found(few, run_like(priced(few), 1, start_s=20.0))
-    assert (one.cause, one.share) == ("start-up", pytest.approx(0.8, rel=0.01))
+    assert (one.cause, one.share) == ("start-up", pytest.approx(20 / (20 + seconds), rel=0.01))
     [remedy] = one.remedies
     assert remedy.setting == f"train.budget={50 * steps} steps"
-    assert remedy.gain == pytest.approx((25 / 5) / (270 / 250), rel=0.01)
+    assert remedy.gain == pytest.approx((20 / seconds + 1) / (20 / (50 * seconds) + 1), rel=0.01)
     assert found(few, run_like(priced(few), 1, start_s=9.0)).cause != "start-up"
 
 
