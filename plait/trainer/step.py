@@ -175,8 +175,11 @@ def make_forward(autocast: Autocast, auxiliary: AuxiliaryLosses | None = None) -
 
     def forward(chunk: GPT, micro: Micro, stream_nd: Tensor | None) -> Tensor:
         documents = None if micro.lengths is None else Documents(lengths=micro.lengths, ends=micro.ends)
-        numbers_n = None if micro.numbers is None else micro.numbers.flatten()
-        counted_n = None if chunk.shape.mixture is None else (micro.targets != IGNORED).flatten()
+        mixes, adapter = chunk.shape.mixture is not None, chunk.shape.adapter
+        asked = mixes or (adapter is not None and adapter.dropout > 0)
+        # Only where a layer asks for them: they would live until the backward pass.
+        numbers_n = micro.numbers.flatten() if asked and micro.numbers is not None else None
+        counted_n = (micro.targets != IGNORED).flatten() if mixes else None
         more = None if auxiliary is None else auxiliary.of(micro)
         with autocast():
             return chunk(
