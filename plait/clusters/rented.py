@@ -61,7 +61,7 @@ _OPTIONS: Mapping[str, Option] = {
 }
 _SKYPILOT_OPTIONS: Mapping[str, Option] = {
     **_OPTIONS,
-    "infra": Option("where SkyPilot may rent: CLOUD/REGION/ZONE, the last ones left out as you like", example="aws"),
+    "infra": Option("where SkyPilot may rent: CLOUD/REGION/ZONE; REGION and ZONE are optional", example="aws"),
 }
 _DSTACK_OPTIONS: Mapping[str, Option] = {
     **_OPTIONS,
@@ -221,14 +221,15 @@ def _agent(job: ClusterJob) -> str:
 
 def _waiting_for_restart(job: ClusterJob) -> list[str]:
     """Runs the agent, which saves at a signal. A node that needs a lost one waits until dstack, which gives a run up
-    for any failure of its own, starts all of them again."""
+    for any failure of its own, starts all of them again: node 0 if it gives up for lack of it, others if that is
+    node 0."""
     return [
         "stopped=; trap 'stopped=1; kill -s TERM $!' INT TERM",
         f"{_agent(job)} &",
         # A signal ends wait with its own number, and the agent's follows from the next one.
         "code=0; wait $! || code=$?",
         'while [ -n "$stopped" ]; do stopped= code=0; wait $! || code=$?; done',
-        f"[ $code != {REQUEUE_EXIT} ] || sleep {RESTARTED_WITHIN_S}",
+        f'case "$code-$DSTACK_NODE_RANK" in {REQUEUE_EXIT}-*|1-[1-9]*) sleep {RESTARTED_WITHIN_S};; esac',
         "exit $code",
     ]
 
@@ -242,7 +243,8 @@ def _lines(lines: Sequence[str]) -> str:
 
 def _no_cluster(request: SubmitRequest, options: Mapping[str, str]) -> NoReturn:
     raise PlaitError(
-        f"{request.scheduler} rents machines, so there are none to ask about; name them, as in --cluster 2x(8xH100)"
+        f"{request.scheduler} rents machines, so plait cannot ask which there are; name them, as in "
+        "--cluster 2x(8xH100)"
     )
 
 
@@ -320,7 +322,7 @@ class _Renter:
         tool_answer(self.launch(job, file), about=about, stdin=text, within_s=SENT_AT_LATEST_S, environment=secret)
         sent = self.state(record)
         if sent is None:
-            raise PlaitError(f"{self.name} took {job.run} and does not list it; look there for the job {job.name}")
+            raise PlaitError(f"{self.name} accepted {job.run} but does not list it; look there for the job {job.name}")
         keep_record(replace(record, job=sent.job), working)
         screen.print(f"sent     {job.run}: {counted(job.nodes, 'machine')} of {self.name}, {sent.word}")
         screen.print(f"         plait status {job.run}, plait logs {job.run}, plait stop {job.run}")
@@ -346,12 +348,12 @@ def _words(state: RentedState | None) -> str:
 
 def _check_request(renter: Renter, job: ClusterJob, request: SubmitRequest, options: Mapping[str, str]) -> None:
     if len(job.groups) > 1:
-        raise PlaitError("the machines of a job are equal; describe nodes of one kind, or submit to Slurm or by ssh")
+        raise PlaitError("all machines of a job must be of one kind; describe one kind, or submit to Slurm or by ssh")
     if request.time is not None:
         raise PlaitError(f"{renter} ends a job at a time limit before it can save; set train.budget instead of --time")
     if "spot" in options and "volume" not in options:
         raise PlaitError(
-            "a spot machine takes its disk with it, and with that all checkpoints; name a volume by --with volume=NAME"
+            "the disk of a spot machine is lost with it, and so are all checkpoints; name a volume: --with volume=NAME"
         )
     if "image" in options and "wheel" in options:
         raise PlaitError("an image has plait already; leave --with wheel out, or --with image")

@@ -48,9 +48,7 @@ def missing_run_line(name: str, working: WorkingFolder = CURRENT_FOLDER) -> str 
     if tasks := _tasks_text(record, working):
         return f"status   {tasks}"
     if record.scheduler in ("skypilot", "dstack"):
-        return (
-            f"status   its run is where it trains; plait logs {name} says how far it is, and plait fetch {name} where"
-        )
+        return f"status   its run is on the rented machines; plait logs {name} shows its progress"
     if SYSTEMS[record.scheduler].copy is not None:
         return f"status   its run is not here; once it has begun to train, plait fetch {name} copies it"
     return f"status   it has not begun to train; plait logs {name} says how far it is, or why it ended"

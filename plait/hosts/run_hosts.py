@@ -43,8 +43,10 @@ class RunHosts:
         """Do all for a host that waits that can be done while the others train: look whether it is of use, send it the
         data, and measure it. Raises PlaitError where it is of none. For a thread of its own."""
         try:
-            self._require_usable(member).send_ahead()
-            self._measure_ahead(WaitingHostWorkers(self._hosts, self._run, self._known, member))
+            stager = self._require_usable(member)
+            newcomer = WaitingHostWorkers(self._hosts, self._run, self._known, member)  # refuses another kind of device
+            stager.send_ahead()
+            self._measure_ahead(newcomer)
         except PlaitError as error:
             if member.link.lost is None:  # else it has left by itself, or the run is over
                 self._say_refused(member.name, str(error))
@@ -74,7 +76,10 @@ class RunHosts:
             try:
                 return self._as_renewed(self._plan_for(self.workers), gone, came)
             except PlaitError as error:
-                if later := membership.renew("all"):  # so that may be why; or more hosts came
+                later = membership.renew()  # so that may be why; or more hosts came
+                if gone and not came and not later:  # those that are left may be too few without the ones that wait
+                    later = membership.renew("all")
+                if later:
                     there = _links(membership.members)
                     left = _names([one for one in came if one.link not in there])
                     gone += [one for one in later.gone if one.name not in left]

@@ -180,6 +180,11 @@ def _tables(
             f"the adapter in {folder} is of another base: its {modules[table]} has the shape {list(one.shape)}, and "
             f"this model asks for {[shape.vocabulary, shape.width]}; name the model that it was trained on"
         )
+    if rows and max(rows) > shape.vocabulary and shape.layer_input_width:
+        raise PlaitError(
+            f"the adapter in {folder} brings {max(rows)} tokens, and this model's layers have a table of their own for "
+            f"{shape.vocabulary}; take an adapter without added tokens"
+        )
     return found
 
 

@@ -26,6 +26,8 @@ from plait.model.parts.checks import biased_parts
 from plait.model.rotary import Rotation, rotate_first, rotate_first_pairs
 from plait.model.shape import ModelShape
 
+MOST_PACKED_WIDTH = 256
+"""Width of the widest heads that the flash kernel for ragged lengths takes."""
 UNFUSED_SCORES, HOST_UNFUSED_SCORES = 2**24, 2**21
 """Scores that are in memory at a time, on GPUs and on CPUs, where torch's kernels cannot compute them."""
 
@@ -271,7 +273,8 @@ def attend(
     if documents is None:
         return _attend_rows(q_bthd, k_bthd, v_bthd, window)
     # Of bfloat16 it is known, and a compiled layer need not ask.
-    if documents.ends is not None and (q_bthd.dtype == torch.bfloat16 or suits_flash_kernels(q_bthd)):
+    fits = q_bthd.shape[-1] <= MOST_PACKED_WIDTH and (q_bthd.dtype == torch.bfloat16 or suits_flash_kernels(q_bthd))
+    if documents.ends is not None and fits:
         return _attend_packed(q_bthd, k_bthd, v_bthd, documents, window)
     core: Attend = _attend_documents
     if documents.ends is not None:  # else a graph would be compiled for each set of lengths

@@ -42,6 +42,7 @@ from plait.probing.answer import (
 from plait.probing.measuring_time import UNLIMITED, MeasuringTime
 from plait.probing.request import ProbeRequest, layer_products
 from plait.regular_file import read_regular_file
+from plait.report.atomic import replace_file
 from plait.screen.screen import ShowProgress, ignore_progress
 from plait.workers import PROBE_ENTRY, SYMBOLIC_SHAPES, WorkerPool, ask_rank_0
 from plait.working_folder import CURRENT_FOLDER, WorkingFolder
@@ -94,8 +95,13 @@ class StoredProbe:
         """Store measurements of these machines that were found in another way."""
         measured = replace(measured, fingerprint=self._key)
         make_private_folder(self._path.parent)
-        self._path.write_text(measurements_json(measured), encoding="utf-8")
+        replace_file(self._path, measurements_json(measured).encode())  # hosts that wait are measured side by side
         return measured
+
+    def forget(self) -> None:
+        """Remove stored measurements that were found not to hold."""
+        self._path.unlink(missing_ok=True)
+        self._path.with_suffix(".seen").unlink(missing_ok=True)
 
     def load_or_measure(
         self, pool: WorkerPool, fresh: ProbeFreshness, show: ShowProgress = ignore_progress

@@ -18,6 +18,7 @@ from plait.data.loader import Loader, Micro, SampleSelection, heldout_micros
 from plait.data.samples.opening import all_pairs, training_samples
 from plait.data.shards import Corpus, open_corpus
 from plait.layout import Layout
+from plait.model.attention import MOST_PACKED_WIDTH
 from plait.model.gpt import GPT, kept_in, reset_kept_values
 from plait.model.linear import HALF_DTYPES
 from plait.parallel.apply import STAGES, ParallelStage, parallelize
@@ -126,8 +127,10 @@ class Assembly:
         drops = adapter is not None and adapter.dropout > 0  # by tokens' numbers, which a recording does not have
         usual = job.shape.mixture is None and not job.shape.objectives.weights and self.pairs is None and not drops
         alone = layout.world_size == 1 and layout.recompute == "none"
-        # In float32, and in fp16 on old GPUs, each document is a kernel of its own.
-        documents = job.documents == "join" or arithmetic.precision == "bf16"
+        # In float32, in fp16 on old GPUs and with wide heads, each document is a kernel of its own.
+        widest = max(job.shape.at(layer).head_width for layer in range(job.shape.layers))
+        packs = arithmetic.precision == "bf16" and widest <= MOST_PACKED_WIDTH
+        documents = job.documents == "join" or packs
         return has_cuda_kernels(self.device) and arithmetic.compile == "blocks" and usual and alone and documents
 
     def evaluate(self) -> Tensor:

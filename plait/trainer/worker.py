@@ -3,6 +3,7 @@ trains."""
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -158,6 +159,7 @@ def main(
             sink.close()
             rank_times.close()
             assembly.loader.close()
+            gc.unfreeze()  # a later job of this process frees what this one leaves
 
 
 @contextmanager

@@ -74,7 +74,14 @@ def test_the_other_examples_are_read_as_they_are() -> None:
     ("tool", "program", "volumes"),
     [
         ("skypilot", "sky", ["volumes apply --yes {folder}/volume.yaml"]),
-        ("dstack", "dstack", [f"apply --yes --file {{folder}}/volume.yaml --name play-work-{rank}" for rank in (0, 1)]),
+        (
+            "dstack",
+            "dstack",
+            [
+                "apply --yes --file {folder}/fleet.yaml",
+                *(f"apply --yes --file {{folder}}/volume.yaml --name play-work-{rank}" for rank in (0, 1)),
+            ],
+        ),
     ],
 )
 def test_rented_machines_have_a_volume_before_the_job_is_sent(
@@ -89,4 +96,5 @@ def test_rented_machines_have_a_volume_before_the_job_is_sent(
     assert calls[0] == [line.format(folder=folder) for line in volumes]
     [submit] = calls[1]
     assert submit.startswith(f"submit play.toml --on {tool} --cluster 2x(8xH100) --nodes 2 ")
-    assert "--with spot=yes --with volume=play-work" in submit and yaml.safe_load((folder / "volume.yaml").read_text())
+    assert "--with volume=play-work" in submit
+    assert all(yaml.safe_load(file.read_text()) for file in folder.glob("*.yaml"))

@@ -104,11 +104,11 @@ def test_a_job_goes_to_dstack_once_and_is_found_by_its_name(tools: Tools) -> Non
 @pytest.mark.parametrize(
     ("options", "more", "says"),
     [
-        (("spot=yes",), {}, "a spot machine takes its disk with it"),
+        (("spot=yes",), {}, "the disk of a spot machine is lost with it"),
         ((), {"time": "1 hour"}, "set train.budget instead of --time"),
-        ((), {"cluster": None}, "rents machines, so there are none to ask about"),
+        ((), {"cluster": None}, "rents machines, so plait cannot ask which there are"),
         ((), {"cluster": "8x(4xGH200)"}, "does not know the name that skypilot has for GH200; write it by --with gpu="),
-        ((), {"cluster": "1x(8xA100)+1x(8xH100)"}, "the machines of a job are equal"),
+        ((), {"cluster": "1x(8xA100)+1x(8xH100)"}, "all machines of a job must be of one kind"),
         (("wheel=a.whl",), {}, "an image has plait already"),
         (("infra=",), {}, "--with infra has no value"),
     ],
@@ -155,7 +155,7 @@ sys.exit(143)
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
-@pytest.mark.parametrize("end", ["0", "75", ""])
+@pytest.mark.parametrize("end", ["0", "1", "75", ""])
 def test_a_node_of_dstack_waits_to_be_started_again_and_passes_signals_on(end: str, shell: str, tmp_path: Path) -> None:
     for name, text in (("python3", AGENT), ("sleep", '#!/bin/sh\necho "waits $1"\n')):
         (tmp_path / name).write_text(text)
@@ -173,4 +173,5 @@ def test_a_node_of_dstack_waits_to_be_started_again_and_passes_signals_on(end: s
         if not end:
             process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
-    assert (process.returncode, rest) == {"0": (0, ""), "75": (75, "waits 600\n"), "": (143, "saved\n")}[end]
+    waits = "waits 600\n"
+    assert (process.returncode, rest) == {"0": (0, ""), "1": (1, waits), "75": (75, waits), "": (143, "saved\n")}[end]

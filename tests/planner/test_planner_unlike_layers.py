@@ -64,7 +64,7 @@ def test_no_pipeline_parts_layers_that_share_keys() -> None:
     degrees, refused = enumerated(SHAPES["large"])
     assert 2 in degrees and refused == 0
     two = Layout(pipeline=2, stage_layers=(18, 17))
-    with pytest.raises(PlaitError, match=r"layout\.pipeline = 2 parts layers that use each other's keys"):
+    with pytest.raises(PlaitError, match=r"layout\.pipeline = 2 separates layers that share keys"):
         check_layout(two, SHAPES["small"], sequence=2048, batch_sequences=8)
 
 

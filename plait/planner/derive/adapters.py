@@ -89,6 +89,8 @@ def adapter_for(requested: FinetuneSection, shape: ModelShape, bits: int) -> Der
         f"{requested.variant} of rank {rank} on {some}: {learning} of {all_weights} weights learn; the others have no "
         "gradient, sums or moments, and their products are two thirds of a step's in place of all"
     ]
+    if shape.delta is not None and any(one.startswith("attention.") for one in targets):
+        why.append(f"the {len(shape.delta.layers)} layers with linear attention have no adapters in their attention")
     if saved:
         why.append(_saved_reason(saved, whole))
     if kept != "none":

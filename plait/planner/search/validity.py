@@ -58,7 +58,7 @@ def check_layout(layout: Layout, shape: ModelShape, *, sequence: int, batch_sequ
     _check_stages(layout, shape)
     if layout.pipeline > 1 and (shape.shared_kv_layers or shape.layer_input_width):
         raise PlaitError(
-            f"layout.pipeline = {layout.pipeline} parts layers that use each other's keys and values or inputs made of "
+            f"layout.pipeline = {layout.pipeline} separates layers that share keys and values, or need inputs made of "
             "the embedding; choose layout.pipeline = 1, and layout.shard or layout.tensor to divide the model"
         )
     if (parallel := layout.data_parallel_degree) > batch_sequences:

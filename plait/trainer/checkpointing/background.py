@@ -297,17 +297,23 @@ class CheckpointSaver:
         self._write(now, slices)
 
     def _write_once_there(self, now: _Writing, slices: Slices, wait: Callable[[], None]) -> None:
-        wait()
-        self._write(now, slices)
+        def arrived() -> None:
+            try:
+                wait()
+            except RuntimeError as error:
+                raise RunFailed(f"step {now.state.step} could not be copied from the device: {error}") from None
 
-    def _write(self, now: _Writing, slices: Slices) -> None:
-        """Write this rank's part; rank 0 then publishes the parts of all."""
+        self._write(now, slices, arrived)
+
+    def _write(self, now: _Writing, slices: Slices, arrived: Callable[[], None] = lambda: None) -> None:
+        """Write this rank's part once `arrived` returns; rank 0 then publishes the parts of all."""
         may_write = self._carrier is not None  # what is sent is not asked for any more where a later start has begun
         try:
             if not may_write:
                 self.fence()
                 may_write = True
             try:
+                arrived()
                 self._write_own_part(now, slices)
             except (OSError, PlaitError) as error:
                 own = error if isinstance(error, PlaitError) else _run_failed(error)
