@@ -98,11 +98,6 @@ class StoredProbe:
         replace_file(self._path, measurements_json(measured).encode())  # hosts that wait are measured side by side
         return measured
 
-    def forget(self) -> None:
-        """Remove stored measurements that were found not to hold."""
-        self._path.unlink(missing_ok=True)
-        self._path.with_suffix(".seen").unlink(missing_ok=True)
-
     def load_or_measure(
         self, pool: WorkerPool, fresh: ProbeFreshness, show: ShowProgress = ignore_progress
     ) -> Measurements:

@@ -232,7 +232,6 @@ def _cluster_by_its_links(
     now = _measured(brief, workers, show, limit.part(BRIEF_SHARE))
     whole = with_known_devices(now, known) if len(known) == len(hosts) else None
     if whole is None:
-        stored.forget()  # else it would count again when a host is lost
         return _measured_cluster(hosts, now)
     stored.mark_checked(workers.addresses())
     return _measured_cluster(hosts, stored.keep(whole))
@@ -344,7 +343,6 @@ def _probe_or_load(
         if holds:
             kept.mark_checked(addresses)
             return known
-        kept.forget()
     if limit.limit_s >= LEAST_WHOLE_S:
         with suppress(OutOfTime):
             return _measured(stored, workers, show, limit.part(WHOLE_SHARE))
