@@ -143,8 +143,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, network(3) as net:
             for kind, pause in _round(net, Path(folder), flags.overrides):
                 pauses[kind].append(pause)
-                told = f"{kind} {pause.seconds:.1f} s, after {pause.waited_s:.1f} s of waiting"
-                print(f"round {number + 1}: {told}", *(pause.lines if flags.lines else ()), sep="\n", flush=True)
+                line = f"{kind} {pause.seconds:.1f} s, after {pause.waited_s:.1f} s of waiting"
+                print(f"round {number + 1}: {line}", *(pause.lines if flags.lines else ()), sep="\n", flush=True)
     print("| joins | times | median s | most | bar |")
     print("| --- | --- | --- | --- | --- |")
     for kind, found in pauses.items():

@@ -1,16 +1,16 @@
 """How long ranks take to load a model, beside reading its bytes cold, and how much memory beside their parts.
 
     python -m benchmarks.loading --folder /somewhere/with/5GB               # 1B parameters in float32, by four ranks
-    python -m benchmarks.loading --folder /somewhere/with/5GB --model 7b    # files as those of 7B parameters in bf16
+    python -m benchmarks.loading --folder /somewhere/with/5GB --model 7b    # matrix sizes of a 7B model, in bf16
 
 A model is made in the folder unless it is there. "7b" has the width, the vocabulary and the dtype of a Llama with 7B
 parameters and files of 1 GB, but 6 layers in place of 32: 3 GB, which with what is made of them in float32 fit into the
 memory of a small machine. What is timed is a rate and does not depend on their number.
 
-Before each turn the kernel is told to drop what it holds of the model's files, and no others; how much then came from
+Before each turn the kernel drops its cached pages of the model's files, and no others; how much then came from
 the disk says whether it did. On a virtual machine the host may still hold them: the cold read is as fast as it is.
 
-The ranks are those of a run that goes on from the model (`model.from`): all weights in float32, a LoRA with frozen
+The ranks load as a run does that begins with the model (`model.from`): all weights in float32, a LoRA with frozen
 matrices in bf16, or QLoRA. Their start and the building of the model without weights stand apart. Each rank counts what
 it read by system calls and by page-ins of mapped files, what came from the disk for it, and its largest anonymous
 memory, above what it had before. The cold read is by one process in order, and by as many as there are ranks with equal

@@ -275,7 +275,7 @@ class Membership:
 
 
 def _in_background(prepare: Callable[[], None], link: HostConnection) -> Future[None]:
-    """Prepare a host in a thread that ends at the latest with its link; its user is told at once why it is refused."""
+    """Prepare a host in a thread that ends at the latest with its link; a refusal reaches its user at once."""
     done = Future[None]()
 
     def work() -> None:

@@ -199,7 +199,7 @@ def _cluster_as_before(
     now = PlannedHosts(hosts=tuple(hosts), addresses=workers.addresses())
     newest = time.monotonic() - RECHECK_AFTER_S
     if before and places_in(now, before[-1]):
-        newest = -inf  # nobody came back
+        newest = -inf  # no host came back
     for group in reversed(before):
         places = places_in(now, group) if group.together_until_s > newest else []
         if places and (known := _probe_of(workers, group, need, [machine for machine, _, _ in hosts])):
@@ -257,9 +257,9 @@ def measure_ahead(
     need: ProbeNeed,
     limit: MeasuringTime,
 ) -> None:
-    """Measure a host that waits to join hosts of which `first` is the first one's machine, whose workers have so many
-    `threads`: what `survey_machines` then need not measure any more. Not again what is known of such a machine. Raises
-    OutOfTime at the end of the time."""
+    """Measure a host that waits to join hosts of which `first` is the first one's machine, whose workers have
+    `threads` threads: `survey_machines` then need not measure it any more. A machine whose figures are known is not
+    measured again. Raises OutOfTime at the end of the time."""
     count = _fixed(workers).workers
     stored = _measured_alone(config, workers, (machine, None, count), first, threads, need)
     if stored.load() is None:

@@ -128,10 +128,10 @@ def _check_rows(found: FoundModel) -> None:
     rows = max(found.stored.shape.vocabulary, adapter.vocabulary if adapter else 0)
     if found.tokenizer.vocabulary <= rows:
         return
-    told = f"the tokenizer in {found.tokenizer_folder} has {found.tokenizer.vocabulary} entries and the model {rows}"
+    sizes = f"the tokenizer in {found.tokenizer_folder} has {found.tokenizer.vocabulary} entries and the model {rows}"
     if found.run is not None:
-        raise PlaitError(f"{told}: tokens were added to it, whose rows are with the run's adapter; use that one")
-    raise PlaitError(f"{told}; bring the tokenizer that the model was trained with")
+        raise PlaitError(f"{sizes}: tokens were added to it, whose rows are with the run's adapter; use that one")
+    raise PlaitError(f"{sizes}; bring the tokenizer that the model was trained with")
 
 
 def template_folders(run: TrainedBy | None, tokenizer_folder: Path, working: WorkingFolder) -> list[Path]:
