@@ -48,14 +48,8 @@ def write_model(folder: Path, *, shard_size: str = "50GB", **changes: object) ->
     return model
 
 
-def write_gguf(file: Path, model: PreTrainedModel, folder: Path, **fields: str) -> None:
-    """A Llama and the tokenizer in `folder` as a .gguf file, as llama.cpp's converter lays them out: queries' and keys'
-    rows in the order of interleaved rotary positions. `fields` are texts to add."""
-    import gguf
-
-    config: Any = model.config
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    writer = gguf.GGUFWriter(file, "llama")
+def _add_sizes(writer: Any, config: Any) -> None:
+    """The fields that a .gguf file of every family has."""
     writer.add_name("small")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -64,6 +58,17 @@ def write_gguf(file: Path, model: PreTrainedModel, folder: Path, **fields: str) 
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def write_gguf(file: Path, model: PreTrainedModel, folder: Path, **fields: str) -> None:
+    """A Llama and the tokenizer in `folder` as a .gguf file, as llama.cpp's converter lays them out: queries' and keys'
+    rows in the order of interleaved rotary positions. `fields` are texts to add."""
+    import gguf
+
+    config: Any = model.config
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    writer = gguf.GGUFWriter(file, "llama")
+    _add_sizes(writer, config)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
@@ -96,16 +101,9 @@ def write_gemma3_gguf(file: Path, model: PreTrainedModel, **fields: float) -> No
 
     config: Any = model.config
     writer = gguf.GGUFWriter(file, "gemma3")
-    writer.add_name("small")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    _add_sizes(writer, config)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["full_attention"]["rope_theta"])
     writer.add_sliding_window(config.sliding_window)
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
