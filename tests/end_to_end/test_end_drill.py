@@ -40,7 +40,7 @@ def test_a_drill_rehearses_failures_and_says_what_came_of_them(place: Place, run
     assert 0 <= kill["found_after_s"] < 5 and kill["found_after_s"] < kill["back_after_s"] < 60
     assert 0 < full["found_after_s"] < full["back_after_s"] and full["steps_lost"] == 0
     assert kill["steps_lost"] <= 10 < corrupt["steps_lost"] and "step-" in corrupt["what"]
-    assert found.out.count("\nwarning  could not save") == 1 and hang["found_after_s"] > 4
+    assert found.out.count("\nwarning  saving finds no room") == 1 and hang["found_after_s"] > 4
     assert found.out.count("\nskipped  ") == 1 and "(seed 5)" in found.out
     told = [line for line in incidents(place, "rehearsal-drill") if "cause" in line]
     assert [(line["cause"], line["rank"]) for line in told] == [("killed", 1), ("killed", 0), ("hung", 1)]
